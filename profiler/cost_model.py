@@ -1,0 +1,69 @@
+"""What one iteration costs: the one interface between whoever predicts time and whoever spends it.
+
+All times are integer nanoseconds. Scalar and vector forms return *equal* integers, so an implementation compares and
+combines with + - * / min max only and rounds once, at the end of each term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.batch import BatchShape
+from policies.request import Ns
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """Costs of one engine: a model on a GPU with its parallelism, dtypes and attention backend.
+
+    kind: "roofline" (specs alone) or "fitted" (measured profile).
+    calibrated: False marks every output that rests on specs alone as `uncalibrated`.
+    name: what a run folder records, e.g. "roofline llama-3.1-8b h100 tp1 bfloat16".
+    stages: pipeline stages that `stage_ns` knows (1 without a pipeline).
+    tile: the GEMM's M-quantum in rows (128 by default).
+    """
+
+    kind: str
+    calibrated: bool
+    name: str
+    stages: int
+    tile: int
+
+    def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
+        """Host time (before stage 0, after the last stage). The first is hidden when planning runs ahead."""
+        ...
+
+    def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
+        """Device time of one stage; embedding and output head are charged on the stages where they live."""
+        ...
+
+    def send_ns(self, shape: BatchShape, stage: int) -> Ns:
+        """Time to move the hidden states from `stage` to `stage + 1` (0 on the last stage)."""
+        ...
+
+    def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> NDArray[np.int64]:
+        """stage_ns of `steps` iterations in a row, in each of which every decode's context is one longer.
+
+        Element 0 is stage_ns(shape, stage) itself. Equal, element by element, to the scalar form.
+        """
+        ...
+
+    def predict_ns(self, shapes: object, stage: int = 0) -> NDArray[np.int64]:
+        """stage_ns of many shapes at once: a sequence of BatchShape in, an int64 column out."""
+        ...
+
+    def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
+        """Named parts (operators over all stages, host, sends) that sum exactly to host + stages + sends."""
+        ...
+
+    def inside(self, shape: BatchShape) -> bool:
+        """Whether the shape lies in the measured region (always False for a roofline, which measured nothing)."""
+        ...
+
+    def provenance(self) -> Mapping[str, object]:
+        """Where the numbers come from, as plain data for config.json."""
+        ...
