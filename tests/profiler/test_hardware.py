@@ -39,7 +39,7 @@ def test_facts_equal_the_collected_table(name: str) -> None:
 
 
 def test_the_tensor_cores_of_every_gpu_fit_its_processors_at_a_plausible_clock() -> None:
-    """FLOPs per processor and cycle are a power of two by design (halved on GeForce): peak / (sms * that) is the clock."""
+    """FLOPs per processor and cycle are fixed by design (halved on GeForce): the peak implies the boost clock."""
     per_cycle = {"h": 4096, "a1": 2048, "a": 1024, "l": 1024, "r": 1024, "rtx4": 512, "b": 8192}
     for name in hardware_names():
         gpu = load_hardware(name)
