@@ -22,29 +22,22 @@ from policies.request import Ns, Request
 Ints = NDArray[np.int64]
 
 
-class IterationEvent(NamedTuple):
-    """One call of `Recorder.iteration`, in the order of its arguments."""
+NUMBERS = (
+    "replica", "iteration", "planned_s", "start_s", "end_s", "decodes", "decode_context_total", "decode_context_max",
+    "dummy_tokens", "sampled", "executed_rows", "preempted", "running", "waiting", "free_blocks", "cached_tokens",
+    "host_before_s", "host_after_s", "device_s", "inside",
+)  # fmt: skip
+"""The columns of iterations.parquet that a recorder keeps as flat numbers, in its order; times in nanoseconds."""
 
-    replica: int
-    number: int
-    planned_ns: Ns
-    start_ns: Ns
-    end_ns: Ns
-    shape: BatchShape
+
+class Members(NamedTuple):
+    """What a recorder keeps of one iteration beside its numbers."""
+
     chunks: Sequence[tuple[int, int, int, bool]]
     cohorts: Sequence[tuple[int, int, int]]
-    preempted: int
-    running: int
-    waiting: int
-    free_blocks: int
-    cached_tokens: int
-    host_before_ns: Ns
-    host_after_ns: Ns
-    device_ns: Ns
-    inside: bool
+    stages: Sequence[tuple[Ns, Ns, Ns]]
     wall_s: float
     cpu_s: float
-    stages: Sequence[tuple[Ns, Ns, Ns]]
 
 
 class LeapEvent(NamedTuple):
@@ -85,18 +78,23 @@ class RequestEvent(NamedTuple):
     segments: Sequence[tuple[int, int, int]]
 
 
-def iteration_tables(events: Sequence[tuple[Any, ...]], leaps: Sequence[LeapEvent]) -> tuple[pa.Table, pa.Table]:
-    """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded."""
-    plain_rows, leap_rows, total = _interleaved(len(events), leaps)
+def iteration_tables(
+    numbers: Sequence[int], members: Sequence[tuple[Any, ...]], leaps: Sequence[LeapEvent]
+) -> tuple[pa.Table, pa.Table]:
+    """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded.
+
+    numbers: NUMBERS of every plain iteration, one after the other; members: one entry each.
+    """
+    plain_rows, leap_rows, total = _interleaved(len(members), leaps)
     columns = _empty_columns(total)
     chunk_lens = np.zeros(total, dtype=np.int64)
     cohort_lens = np.zeros(total, dtype=np.int64)
     stage_lens = np.ones(total, dtype=np.int64)
     flat_chunks: list[Ints] = [np.empty(0, dtype=np.int64)] * len(NESTED["chunks"])
-    plain: IterationEvent | None = None
-    if events:
-        plain = IterationEvent(*zip(*events))
-        _fill_plain(columns, plain, plain_rows)
+    plain: Members | None = None
+    if members:
+        plain = Members(*zip(*members))
+        _fill_plain(columns, numbers, plain, plain_rows)
         chunk_lens[plain_rows] = _lengths(plain.chunks)
         cohort_lens[plain_rows] = _lengths(plain.cohorts)
         stage_lens[plain_rows] = np.maximum(_lengths(plain.stages), 1)
@@ -193,34 +191,12 @@ def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _fill_plain(columns: dict[str, NDArray[Any]], plain: IterationEvent, rows: Ints) -> None:
-    shape = BatchShape(*zip(*plain.shape))
-    filled: dict[str, Any] = {
-        "replica": plain.replica,
-        "iteration": plain.number,
-        "planned_s": plain.planned_ns,
-        "start_s": plain.start_ns,
-        "end_s": plain.end_ns,
-        "decodes": shape.decodes,
-        "decode_context_total": shape.decode_context_total,
-        "decode_context_max": shape.decode_context_max,
-        "dummy_tokens": shape.dummy_tokens,
-        "sampled": shape.sampled,
-        "executed_rows": shape.executed_rows,
-        "preempted": plain.preempted,
-        "running": plain.running,
-        "waiting": plain.waiting,
-        "free_blocks": plain.free_blocks,
-        "cached_tokens": plain.cached_tokens,
-        "host_before_s": plain.host_before_ns,
-        "host_after_s": plain.host_after_ns,
-        "device_s": plain.device_ns,
-        "inside": plain.inside,
-        "wall_s": plain.wall_s,
-        "cpu_s": plain.cpu_s,
-    }
-    for name, values in filled.items():
-        columns[name][rows] = np.array(values, dtype=columns[name].dtype)
+def _fill_plain(columns: dict[str, NDArray[Any]], numbers: Sequence[int], plain: Members, rows: Ints) -> None:
+    matrix = _ints(numbers).reshape(-1, len(NUMBERS))
+    for name, values in zip(NUMBERS, matrix.T):
+        columns[name][rows] = values
+    columns["wall_s"][rows] = plain.wall_s
+    columns["cpu_s"][rows] = plain.cpu_s
 
 
 def _fill_leaps(columns: dict[str, NDArray[Any]], leaps: Sequence[LeapEvent], rows: Ints) -> None:
@@ -258,7 +234,7 @@ def _fill_leaps(columns: dict[str, NDArray[Any]], leaps: Sequence[LeapEvent], ro
 def _cohort_lists(
     columns: dict[str, NDArray[Any]],
     lens: Ints,
-    plain: IterationEvent | None,
+    plain: Members | None,
     plain_rows: Ints,
     leaps: Sequence[LeapEvent],
     leap_rows: Ints,
@@ -281,7 +257,7 @@ def _cohort_lists(
 def _stage_table(
     columns: dict[str, NDArray[Any]],
     lens: Ints,
-    plain: IterationEvent | None,
+    plain: Members | None,
     plain_rows: Ints,
     leaps: Sequence[LeapEvent],
     leap_rows: Ints,
@@ -295,7 +271,7 @@ def _stage_table(
         given = _lengths(plain.stages)
         if given.any():
             at = _flat_positions(starts, lens, plain_rows[given > 0])
-            flat[at] = np.array(list(chain.from_iterable(plain.stages)), dtype=np.int64)
+            flat[at] = np.stack(_flat(plain.stages, 3), axis=1)
     done = 0
     for leap in leaps:
         steps = len(leap.starts_ns)
@@ -345,17 +321,16 @@ def _table(name: str, columns: dict[str, Any]) -> pa.Table:
 def _list_array(name: str, lens: Ints, flat: Sequence[Ints]) -> pa.Array:
     list_type = schema("iterations").field(name).type
     offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    arrays = [pa.array(v).cast(field.type) for v, field in zip(flat, list_type.value_type)]
+    arrays = [pa.array(np.ascontiguousarray(v)).cast(field.type) for v, field in zip(flat, list_type.value_type)]
     structs = pa.StructArray.from_arrays(arrays, fields=list(list_type.value_type))
     return pa.ListArray.from_arrays(pa.array(offsets), structs).cast(list_type)
 
 
 def _flat(nested: Sequence[Sequence[tuple[Any, ...]]], width: int) -> list[Ints]:
     """The fields of all inner tuples as columns."""
-    rows = list(chain.from_iterable(nested))
-    if not rows:
-        return [np.empty(0, dtype=np.int64)] * width
-    return [_ints(values) for values in zip(*rows)]
+    total = int(_lengths(nested).sum())
+    values = chain.from_iterable(chain.from_iterable(nested))
+    return list(np.fromiter(values, dtype=np.int64, count=total * width).reshape(total, width).T)
 
 
 def _flat_positions(starts: Ints, lens: Ints, rows: Ints) -> Ints:

@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
 """Table name -> columns. The table `name` lies in the run folder as `name.parquet`."""
 
 
+@cache
 def schema(table: str) -> pa.Schema:
     """The pyarrow schema of one table, column descriptions included as field metadata."""
     import pyarrow as pa

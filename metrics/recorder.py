@@ -1,8 +1,9 @@
 """The recorder: what a simulator or an executor calls while it runs; one cheap call per event, tables at the end.
 
-An event is one tuple appended to a list; nothing is computed while the run is going on. Every `part_rows` iterations
-the buffer is turned into Arrow columns, in memory or, with `stream_to`, straight into parquet files, so that memory
-stays flat per request however long the run is. Both ways give the same tables.
+An event is its numbers appended to one flat list (numbers alone give the garbage collector nothing to look at) and
+its members to another; nothing is computed while the run is going on. Every `part_rows` iterations the buffer is
+turned into Arrow columns, in memory or, with `stream_to`, straight into parquet files, so that memory stays flat per
+request however long the run is. Both ways give the same tables.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ _NAN = math.nan
 class Recorder:
     """Records one run. Append-only; `tables()` ends the recording.
 
-    part_rows: buffered iterations after which they are turned into columns (about 1 KiB each until then).
+    part_rows: buffered iterations after which they are turned into columns (small parts stay in the processor's
+        cache: 4,096 is faster than 65,536).
     stream_to: an existing folder to stream parquet files into (a scratch folder: `write_run` copies them from there).
 
     Sequences and arrays that are handed in are kept, not copied: the caller must not change them afterwards.
     """
 
-    def __init__(self, *, part_rows: int = 65_536, stream_to: str | Path | None = None) -> None:
+    def __init__(self, *, part_rows: int = 4_096, stream_to: str | Path | None = None) -> None:
         if part_rows < 1:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self._part_rows = part_rows
-        self._iterations: list[tuple[Any, ...]] = []
-        self._append_iteration = self._iterations.append
+        self._numbers: list[int] = []
+        self._members: list[tuple[Any, ...]] = []
+        self._extend_numbers, self._append_members = self._numbers.extend, self._members.append
         self._leaps: list[LeapEvent] = []
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
@@ -79,13 +82,16 @@ class Recorder:
         stages: (start, end, send) of each pipeline stage; none given means one stage, busy from start_ns on for
             device_ns.
         """
-        self._append_iteration(
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        self._extend_numbers(
             (
-                replica, number, planned_ns, start_ns, end_ns, shape, chunks, cohorts, preempted, running, waiting,
-                free_blocks, cached_tokens, host_before_ns, host_after_ns, device_ns, inside, wall_s, cpu_s, stages,
+                replica, number, planned_ns, start_ns, end_ns, decodes, context_total, context_max, dummy_tokens,
+                sampled, executed_rows, preempted, running, waiting, free_blocks, cached_tokens, host_before_ns,
+                host_after_ns, device_ns, inside,
             )
         )  # fmt: skip
-        if len(self._iterations) >= self._part_rows:
+        self._append_members((chunks, cohorts, stages, wall_s, cpu_s))
+        if len(self._members) >= self._part_rows:
             self._flush_iterations()
 
     def leap(
@@ -126,7 +132,7 @@ class Recorder:
             planned_ns = np.asarray(starts_ns) - host_before_ns
         self._leaps.append(
             LeapEvent(
-                len(self._iterations), replica, first_number, shape, np.asarray(starts_ns), np.asarray(ends_ns), cohort,
+                len(self._members), replica, first_number, shape, np.asarray(starts_ns), np.asarray(ends_ns), cohort,
                 first_step, running, waiting, np.broadcast_to(free_blocks_each, steps), host_before_ns, host_after_ns,
                 np.broadcast_to(device_ns_each, steps), np.broadcast_to(inside, steps), planned_ns, stages_ns,
             )
@@ -193,10 +199,11 @@ class Recorder:
     def _flush_iterations(self) -> None:
         from metrics.columnar import iteration_tables
 
-        if not self._iterations and not self._leaps:
+        if not self._members and not self._leaps:
             return
-        iterations, stages = iteration_tables(self._iterations, self._leaps)
-        self._iterations.clear()
+        iterations, stages = iteration_tables(self._numbers, self._members, self._leaps)
+        self._numbers.clear()
+        self._members.clear()
         self._leaps.clear()
         self._leapt = 0
         self._sink.write("iterations", iterations)
@@ -234,30 +241,45 @@ class _MemorySink:
         }
 
 
+_ROW_GROUP_ROWS = 65_536
+
+
 class _ParquetSink:
-    """Parts as row groups of one parquet file per table."""
+    """Parts gathered into row groups of one parquet file per table."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise MetricsError(f"{folder}: found no such folder, expected a scratch folder to stream the run into")
         self._folder = folder
         self._writers: dict[str, Any] = {}
+        self._pending: dict[str, list[Any]] = {name: [] for name in _STREAMED}
 
     def write(self, table: str, part: Any) -> None:
-        from metrics.run_folder import parquet_writer
-
-        if table not in self._writers:
-            self._writers[table] = parquet_writer(self._folder / f"{table}.parquet", table)
-        self._writers[table].write_table(part)
+        pending = self._pending[table]
+        pending.append(part)
+        if sum(len(held) for held in pending) >= _ROW_GROUP_ROWS:
+            self._write_row_group(table)
 
     def close(self) -> dict[str, Any]:
         from metrics.columns import schema
 
         tables: dict[str, Any] = {}
-        for name in _STREAMED:
+        for name, pending in self._pending.items():
+            if pending:
+                self._write_row_group(name)
             if name in self._writers:
                 self._writers[name].close()
                 tables[name] = self._folder / f"{name}.parquet"
             else:
                 tables[name] = schema(name).empty_table()
         return tables
+
+    def _write_row_group(self, table: str) -> None:
+        import pyarrow as pa
+
+        from metrics.run_folder import parquet_writer
+
+        if table not in self._writers:
+            self._writers[table] = parquet_writer(self._folder / f"{table}.parquet", table)
+        self._writers[table].write_table(pa.concat_tables(self._pending[table]))
+        self._pending[table].clear()
