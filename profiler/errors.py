@@ -1,0 +1,7 @@
+"""The one exception type of this folder."""
+
+from __future__ import annotations
+
+
+class ProfileError(ValueError):
+    """A model, GPU, profile or cost model that cannot be used; one line that says what, where and how to mend it."""

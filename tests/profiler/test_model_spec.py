@@ -1,0 +1,254 @@
+"""Published parameter counts, KV sizes worked out by hand, and configs as real models publish them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from profiler.errors import ProfileError
+from profiler.model_config import load_model_spec, model_names
+from profiler.model_spec import ModelSpec
+
+SHAPES = Path("../shared/data/model_shapes.csv")
+
+
+def published_shapes() -> list[dict[str, str]]:
+    if not SHAPES.exists():
+        return []
+    with SHAPES.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_config(folder: Path, **keys: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def llama_config(**changes: object) -> dict[str, object]:
+    keys: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
+    keys.update(changes)
+    return {key: value for key, value in keys.items() if value != "absent"}
+
+
+@pytest.mark.skipif(not SHAPES.exists(), reason=f"{SHAPES} is absent")
+@pytest.mark.parametrize("row", published_shapes(), ids=lambda row: row["model"])
+def test_parameters_and_kv_bytes_equal_the_published_table(row: dict[str, str]) -> None:
+    spec = load_model_spec(row["model"])
+    assert spec.params == int(row["params_computed"])
+    assert spec.kv_bytes_per_token() == int(row["kv_bytes_per_token_16bit"])
+    assert (spec.sliding_window or "") == (int(row["sliding_window"]) if row["sliding_window"] else "")
+    assert spec.max_position == int(row["max_position"])
+
+
+def test_tiny_has_the_56_million_parameters_of_its_step_logs() -> None:
+    a_layer = 512 * 512 * 2 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512
+    assert load_model_spec("tiny").params == 8 * a_layer + 2 * 32000 * 512 + 512 == 56_369_664
+    assert round(load_model_spec("nano").params / 1e6, 1) == 4.7
+
+
+def test_every_named_model_loads_and_splits_over_two_devices() -> None:
+    for name in model_names():
+        spec = load_model_spec(name)
+        halves = 2 * spec.weight_bytes(tp=2)
+        assert spec.params * 2 <= halves * 1.02 + 2 * spec.head_params * 2
+        assert spec.weight_bytes(tp=1) == 2 * spec.params
+
+
+def test_weights_of_pipeline_stages_add_up_to_the_whole_model() -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    first = spec.weight_bytes(layers=20, head=False)
+    last = spec.weight_bytes(layers=12, embedding=False)
+    assert first + last == 2 * 8_030_261_248
+    tied = load_model_spec("llama-3.2-1b")
+    extra = tied.weight_bytes(layers=8, head=False) + tied.weight_bytes(layers=8, embedding=False) - 2 * tied.params
+    assert extra == 2 * tied.head_params  # a tied matrix is held by both ends of a pipeline
+
+
+def test_kv_heads_are_replicated_beyond_their_number() -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    assert spec.kv_bytes_per_token(tp=8) == 131072 // 8
+    assert spec.kv_bytes_per_token(tp=16) == 131072 // 8
+    assert spec.kv_bytes_per_token("fp8") == 131072 // 2
+    with pytest.raises(ProfileError, match="divisor"):
+        spec.gemms(tp=5)
+
+
+def test_linear_flops_are_two_per_weight() -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    by_hand = 2 * 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert spec.linear_flops_per_token() == by_hand == 13_958_643_712
+    assert spec.head_flops_per_row == 2 * 128256 * 4096
+
+
+def test_attended_pairs_of_a_chunk_and_of_a_window() -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    assert spec.attended(4, 0) == 1 + 2 + 3 + 4
+    assert spec.attended(2, 10) == 11 + 12
+    assert spec.attended(1, 100) == 101
+    assert spec.attention_flops(1, 100) == 4 * 32 * 32 * 128 * 101
+    windowed = load_model_spec("mistral-7b-v0.1")
+    for tokens, prefix in ((5000, 0), (100, 4090), (10, 9000), (4096, 0)):
+        one_by_one = sum(min(prefix + i + 1, 4096) for i in range(tokens))
+        assert windowed.attended(tokens, prefix) == one_by_one
+
+
+def test_hugging_face_config_equals_the_named_model(tmp_path: Path) -> None:
+    named = load_model_spec("llama-3.1-8b")
+    write_config(tmp_path / "old", **llama_config())
+    spec = load_model_spec(tmp_path / "old")
+    assert (spec.params, spec.rope_theta, spec.dtype) == (named.params, 500000.0, "bfloat16")
+    assert spec.rope_scaling is not None
+    assert spec.rope_scaling["rope_type"] == "llama3"
+    assert spec.name == "old"
+
+
+def test_new_keys_say_the_same_as_old_keys(tmp_path: Path) -> None:
+    new = llama_config(
+        rope_theta="absent",
+        rope_scaling="absent",
+        torch_dtype="absent",
+        dtype="float16",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    a = load_model_spec(write_config(tmp_path / "a", **llama_config()))
+    b = load_model_spec(write_config(tmp_path / "b", **new))
+    assert (a.rope_theta, a.rope_scaling) == (b.rope_theta, b.rope_scaling)
+    assert b.dtype == "float16"
+
+
+def test_families_keep_their_own_defaults(tmp_path: Path) -> None:
+    base = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    base |= {"intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 32768}
+    qwen = load_model_spec(
+        write_config(tmp_path / "q", model_type="qwen2", sliding_window=131072, use_sliding_window=False, **base)
+    )
+    assert qwen.params == load_model_spec("qwen2.5-7b").params
+    assert qwen.sliding_window is None
+    mistral = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    mistral |= {"intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 32768}
+    windowed = load_model_spec(write_config(tmp_path / "m1", model_type="mistral", sliding_window=4096, **mistral))
+    assert windowed.sliding_window == 4096
+    full = load_model_spec(write_config(tmp_path / "m2", model_type="mistral", sliding_window=None, **mistral))
+    assert full.sliding_window is None
+    qwen3 = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    qwen3 |= {"intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True, "head_dim": 128}
+    spec = load_model_spec(write_config(tmp_path / "q3", model_type="qwen3", max_position_embeddings=40960, **qwen3))
+    assert spec.params == 596_049_920
+    assert spec.qk_norm
+
+
+def test_phi3_reads_its_long_rope_and_its_window(tmp_path: Path) -> None:
+    keys = {"model_type": "phi3", "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32}
+    keys |= {"num_key_value_heads": 32, "intermediate_size": 8192, "vocab_size": 32064, "rms_norm_eps": 1e-5}
+    short = load_model_spec(
+        write_config(tmp_path / "4k", max_position_embeddings=4096, sliding_window=2047, rope_scaling=None, **keys)
+    )
+    assert (short.params, short.sliding_window) == (3_821_079_552, 2047)  # Phi-3-mini publishes 3.8 B
+    scaling = {"type": "su", "short_factor": [1.0], "long_factor": [1.1]}
+    long = load_model_spec(
+        write_config(
+            tmp_path / "128k",
+            max_position_embeddings=131072,
+            original_max_position_embeddings=4096,
+            sliding_window=262144,
+            rope_scaling=scaling,
+            **keys,
+        )
+    )
+    assert long.sliding_window is None
+    assert long.rope_scaling == {
+        "rope_type": "longrope",
+        "short_factor": [1.0],
+        "long_factor": [1.1],
+        "original_max_position_embeddings": 4096,
+    }
+
+
+def test_gpt2_and_falcon_spell_their_sizes_differently(tmp_path: Path) -> None:
+    gpt2 = load_model_spec(
+        write_config(tmp_path / "g", model_type="gpt2", n_embd=768, n_layer=12, n_head=12, n_positions=1024)
+    )
+    assert gpt2.params == 124_439_808  # GPT-2 small, published
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
+    falcon |= {"multi_query": True, "parallel_attn": True, "bias": False, "vocab_size": 65024}
+    spec = load_model_spec(write_config(tmp_path / "f", **falcon))
+    assert spec.params == 6_921_720_704  # Falcon-7B with its tied head, published
+    assert (spec.kv_heads, spec.norms_per_layer) == (1, 1)
+
+
+def test_names_are_forgiving_and_unknown_ones_are_helped() -> None:
+    assert load_model_spec("meta-llama/Llama-3.1-8B-Instruct").name == "llama-3.1-8b"
+    assert load_model_spec("Qwen/Qwen2.5-7B").name == "qwen2.5-7b"
+    with pytest.raises(ProfileError, match=r"did you mean .*llama-3\.1-8b"):
+        load_model_spec("llama-3.1-9b")
+
+
+def test_a_toml_file_adds_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("layers=2\nhidden=64\nheads=4\nintermediate=128\nvocab=100\nmax_position=128\n")
+    spec = load_model_spec(path)
+    assert (spec.name, spec.kv_heads, spec.head_dim) == ("mine", 4, 16)
+    path.write_text("layers=2\nhiden=64\n")
+    with pytest.raises(ProfileError, match="unknown key 'hiden'"):
+        load_model_spec(path)
+    path.write_text("layers=2\nhidden=64\n")
+    with pytest.raises(ProfileError, match="missing heads"):
+        load_model_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": -1}, "hidden_size: found -1"),
+        ({"hidden_size": "4096"}, "hidden_size: found '4096'"),
+        ({"num_hidden_layers": "absent"}, "missing num_hidden_layers"),
+        ({"model_type": "mamba"}, "model_type: found 'mamba'"),
+        ({"num_local_experts": 8}, "mixture-of-experts"),
+        ({"num_key_value_heads": 5}, "cannot share"),
+        ({"rope_scaling": [1]}, "expected a JSON object"),
+    ],
+)
+def test_a_bad_config_says_where_and_what(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    path = write_config(tmp_path / "bad", **llama_config(**changes))
+    with pytest.raises(ProfileError, match=says):
+        load_model_spec(path)
+
+
+def test_a_truncated_or_missing_config_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 4')
+    with pytest.raises(ProfileError, match="cannot be read as JSON"):
+        load_model_spec(path)
+    with pytest.raises(ProfileError, match="no such file"):
+        load_model_spec(tmp_path / "nowhere.json")
+
+
+def test_a_spec_is_a_cache_key() -> None:
+    a, b = load_model_spec("llama-3.1-8b"), load_model_spec("llama-3.1-8b")
+    assert hash(a) == hash(b)
+    assert isinstance(a, ModelSpec)
