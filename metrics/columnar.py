@@ -76,6 +76,7 @@ class RequestEvent(NamedTuple):
     preemptions: int
     cached_tokens: int
     segments: Sequence[tuple[int, int, int]]
+    segment_replicas: Sequence[int] | None
 
 
 def iteration_tables(
@@ -145,9 +146,14 @@ def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
     }
     lens = _lengths(fields.segments)
     cohort, from_step, to_step = _flat(fields.segments, 3)
+    replica = np.repeat(columns["replica"], lens)
+    moved = [row for row, replicas in enumerate(fields.segment_replicas) if replicas is not None]
+    if moved:
+        at = _flat_positions(np.cumsum(lens) - lens, lens, _ints(moved))
+        replica[at] = _ints([r for row in moved for r in fields.segment_replicas[row]])
     segments = {
         "request": np.repeat(ids, lens),
-        "replica": np.repeat(columns["replica"], lens),
+        "replica": replica,
         "cohort": cohort,
         "from_step": from_step,
         "to_step": to_step,

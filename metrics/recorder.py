@@ -168,17 +168,19 @@ class Recorder:
         preemptions: int,
         cached_tokens: int,
         segments: Sequence[tuple[int, int, int]],
+        segment_replicas: Sequence[int] | None = None,
     ) -> None:
         """The end of one request, whatever end it was; once per request of the trace. -1 ns = never.
 
         segments: (cohort, from_step, to_step), half-open and in order: its token times are those of the cohorts.
+        segment_replicas: the replica of each segment; `replica` for all unless given (a request that moved has more).
         """
         if status not in STATUSES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
         self._requests.append(
             (
                 request, replica, status, reason, output_tokens, admitted_ns, first_token_ns, finished_ns, preemptions,
-                cached_tokens, segments,
+                cached_tokens, segments, segment_replicas,
             )
         )  # fmt: skip
 
