@@ -96,8 +96,11 @@ class Cohort:
 
     # Membership
 
-    def join(self, track: Track, segment_start: int) -> None:
-        """Take in a track whose context is `track.own_context` once the steps planned so far are counted."""
+    def join(self, track: Track, segment_start: int, decodes_from: int) -> None:
+        """Take in a track whose context is `track.own_context` once the steps planned so far are counted.
+
+        Its tokens here are times[segment_start:]; those before `decodes_from` are sampled by a chunk, not decoded.
+        """
         context = track.own_context
         members = self._members
         if members and not self._unsorted and next(reversed(members)).order > track.order:
@@ -106,6 +109,7 @@ class Cohort:
         track.base = base = context - self.planned
         track.cohort = self
         track.segment_start = segment_start
+        track.decodes_from = decodes_from
         self.size += 1
         self.context_total += context
         heappush(self._deepest, (-base, track.order, track))
@@ -152,7 +156,7 @@ class Cohort:
             if len(self.times) > start:
                 track.last_token_ns = self.times[-1]
         if not deliver:
-            for step in range(max(len(self.times), start + 1), planned):
+            for step in range(max(len(self.times), track.decodes_from), planned):
                 self.lost[step] = self.lost.get(step, 0) + 1
         track.own_known = track.request.prompt_tokens + track.produced
 

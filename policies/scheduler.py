@@ -119,13 +119,16 @@ class Scheduler:
         return gone
 
     def reject_stuck(self, now_ns: Ns) -> Track | None:
-        """Reject the head of the queue: nothing is in flight, no alarm is set, and the policy still plans nothing."""
+        """End the head of the queue: nothing is in flight, no alarm is set, and the policy still plans nothing.
+
+        It is rejected, or failed if it has delivered tokens already (it cannot come back after a preemption).
+        """
         queues = self.queues
         if queues.in_flight_batches or self.alarm_ns is not None or not queues.waiting:
             return None
         head = queues.waiting[0]
         reason = f"{type(self.policy).__name__} cannot start it on an idle engine ({self._needs(head)})"
-        self.withdraw([head.request.id], reason, now_ns, status="rejected")
+        self.withdraw([head.request.id], reason, now_ns, status="failed" if head.produced else "rejected")
         return head
 
     def _why_not(self, request: Request) -> str:
@@ -342,7 +345,7 @@ class Scheduler:
         rest.planned = 1
         for track in list(cohort.members())[first:]:
             cohort.leave(track)
-            rest.join(track, 1)
+            rest.join(track, 1, 1)
         parts = self.queues.parts
         parts.insert(parts.index(cohort) + 1, rest)
 
@@ -402,7 +405,7 @@ class Scheduler:
             batch.grown.append((cohort, 0))
         else:
             del parts[at]
-        cohort.join(track, cohort.planned - 1)
+        cohort.join(track, cohort.planned - 1, cohort.planned)
         batch.joins.append((track, track.epoch))
 
     def _merge(self, cohorts: Sequence[Cohort]) -> None:
@@ -433,7 +436,7 @@ class Scheduler:
         large, small = (left, right) if left.size >= right.size else (right, left)
         for track in list(small.members()):
             small.leave(track)
-            large.join(track, large.planned)
+            large.join(track, large.planned, large.planned)
         first, second = sorted((parts.index(left), parts.index(right)))
         parts[first] = large
         del parts[second]

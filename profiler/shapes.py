@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,27 @@ class ShapeColumns:
         pairs = chain.from_iterable(chain.from_iterable(shape[0] for shape in shapes))
         chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2)
         return cls(chunks[:, 0], chunks[:, 1], offsets, *(flat[:, column] for column in range(6)))
+
+    @classmethod
+    def of_iterations(cls, table: Any) -> ShapeColumns:
+        """Columns of a run's iterations table (pyarrow), whose `chunks` are lists of {request, tokens, prefix, ...}."""
+        chunks = table.column("chunks").combine_chunks()
+        flat = chunks.flatten()
+        offsets = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(chunks.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), out=offsets[1:])
+
+        def column(values: Any) -> Column:
+            return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
+
+        def table_column(name: str) -> Column:
+            return column(table.column(name).combine_chunks())
+
+        return cls(
+            column(flat.field("tokens")),
+            column(flat.field("prefix")),
+            offsets,
+            *(table_column(name) for name in BatchShape._fields[1:]),
+        )
 
     def per_batch(self, chunk_values: Column) -> Column:
         """Sums of a per-chunk integer column over each batch's chunks."""
