@@ -250,11 +250,11 @@ def published(
             ]
         )
     if each:
-        rows = [
+        cells = [
             (f"{step.source} {step.group}", step.what, f"{step.measured_ms:.2f}", f"{ms:.2f}", f"{error:+.1%}")
             for step, ms, error, _ in results
         ]
-        return _print_table(("source", "step", "measured ms", "predicted ms", "error"), rows, left=2)
+        return _print_table(("source", "step", "measured ms", "predicted ms", "error"), cells, left=2)
     groups: dict[str, list[float]] = {}
     for step, _, error, _ in results:
         groups.setdefault(f"{step.source} {step.group}".strip(), []).append(error)

@@ -69,9 +69,17 @@ def gemm_errors(folder: str | Path) -> list[Row]:
         for low, high in ((1, 64), (65, 128), (129, 256), (257, 512), (513, 2048), (2049, 1 << 20)):
             part = table[(table.m >= low) & (table.m <= high)]
             errors = []
-            for (n, k), group in part.groupby(["n", "k"]):
+            for _, group in part.groupby(["n", "k"]):
                 m = group.m.to_numpy(np.float64)
-                predicted = gemm_ns(Gemm("gemm", int(n), int(k)), m, gpu, RooflineConstants(), "bfloat16", 2, 128)
+                predicted = gemm_ns(
+                    Gemm("gemm", int(group.n.iloc[0]), int(group.k.iloc[0])),
+                    m,
+                    gpu,
+                    RooflineConstants(),
+                    "bfloat16",
+                    2,
+                    128,
+                )
                 errors.append(predicted / (group.latency.to_numpy() * 1e6) - 1)
             error = np.concatenate(errors)
             rows.append(

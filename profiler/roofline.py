@@ -53,7 +53,8 @@ def gemm_ns(
         waves_ns = np.ceil(tiles * split / hardware.sms) * (wave_ns / split)
         partial_bytes = 0.0 if split == 1 else 8.0 * split * gemm.n  # float32 partial sums, written and read
         candidates.append(np.maximum(waves_ns, (moved + rows * partial_bytes) / bytes_per_ns))
-    return np.minimum.reduce(candidates) + constants.kernel_ns
+    fastest: Floats = np.minimum.reduce(candidates)
+    return fastest + constants.kernel_ns
 
 
 class _Stage(NamedTuple):
@@ -264,7 +265,8 @@ class Roofline:
         facts = self._stages[stage]
         rest = self.stage_ns(shape, stage) - int(self._decode_kv(decodes, context) * facts[4] + facts[5])
         totals = np.arange(context, context + steps * decodes, decodes, dtype=np.int64)
-        return (self._decode_kv(decodes, totals) * facts[4] + facts[5]).astype(np.int64) + rest
+        growing: Column = (self._decode_kv(decodes, totals) * facts[4] + facts[5]).astype(np.int64)
+        return growing + rest
 
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
@@ -363,4 +365,5 @@ class Roofline:
 
 def sum_terms(terms: Mapping[str, Column]) -> Column:
     """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
-    return np.sum(list(terms.values()), axis=0, dtype=np.int64)
+    total: Column = np.sum(list(terms.values()), axis=0, dtype=np.int64)
+    return total

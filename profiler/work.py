@@ -6,8 +6,6 @@ query-key pair is computed once. Sums are over all devices of a replica, so that
 
 from __future__ import annotations
 
-from typing import overload
-
 import numpy as np
 
 from policies.batch import BatchShape
@@ -59,31 +57,19 @@ def byte_coefficients(model: ModelSpec, dtype: str = "bfloat16", kv_dtype: str =
     }
 
 
-@overload
-def flops_of(model: ModelSpec, shapes: BatchShape) -> int: ...
-@overload
-def flops_of(model: ModelSpec, shapes: object) -> Column: ...
-def flops_of(model: ModelSpec, shapes: object) -> Column | int:
-    """Model FLOPs of one BatchShape, or int64 FLOPs of each in a sequence of them or in ShapeColumns."""
-    if isinstance(shapes, BatchShape):
-        return int(flops_of(model, [shapes])[0])
-    columns = ShapeColumns.of(shapes)
+def flops_of(model: ModelSpec, shapes: object) -> Column:
+    """Model FLOPs of each shape: a sequence of BatchShape, ShapeColumns, or one BatchShape (a column of one)."""
+    columns = _columns(shapes)
     per = flop_coefficients(model)
     pairs = pairs_of(model, columns)
     return per["token"] * columns.tokens + per["pair"] * pairs + per["sampled"] * columns.sampled
 
 
-@overload
-def bytes_of(model: ModelSpec, shapes: BatchShape, dtype: str = ..., kv_dtype: str = ...) -> int: ...
-@overload
-def bytes_of(model: ModelSpec, shapes: object, dtype: str = ..., kv_dtype: str = ...) -> Column: ...
-def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column | int:
+def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column:
     """Bytes that must cross the memory bus at least: weights, KV read, new KV written, once each."""
-    if isinstance(shapes, BatchShape):
-        return int(bytes_of(model, [shapes], dtype, kv_dtype)[0])
-    columns = ShapeColumns.of(shapes)
+    columns = _columns(shapes)
     per = byte_coefficients(model, dtype, kv_dtype)
-    weights = per["iteration"] * (columns.tokens > 0)
+    weights = per["iteration"] * (columns.tokens > 0).astype(np.int64)
     return weights + per["token"] * columns.tokens + per["context"] * kv_tokens_of(model, columns)
 
 
@@ -102,3 +88,7 @@ def kv_tokens_of(model: ModelSpec, columns: ShapeColumns) -> Column:
     if window is not None:
         prefix, context = np.minimum(prefix, window), np.minimum(context, columns.decodes * window)
     return columns.per_batch(prefix) + context + columns.tokens
+
+
+def _columns(shapes: object) -> ShapeColumns:
+    return ShapeColumns.of([shapes] if isinstance(shapes, BatchShape) else shapes)

@@ -79,9 +79,9 @@ def test_work_of_a_batch_by_hand() -> None:
     model = load_model_spec("llama-3.1-8b")
     shape = BatchShape(((10, 90),), 2, 100, 50, 100, 3)
     flops = 12 * 13_958_643_712 + (900 + 55 + 102) * 4 * 32 * 4096 + 3 * 2 * 128256 * 4096
-    assert flops_of(model, shape) == flops
+    assert flops_of(model, shape).tolist() == [flops]
     weights = 2 * (8_030_261_248 - 128256 * 4096)
-    assert bytes_of(model, shape) == weights + 12 * 4096 * 2 + (90 + 100 + 12 + 12) * 131_072
+    assert bytes_of(model, shape).tolist() == [weights + 12 * 4096 * 2 + (90 + 100 + 12 + 12) * 131_072]
     assert flops_of(model, [shape, shape]).tolist() == [flops, flops]
     assert bytes_of(model, [BatchShape()]).tolist() == [0]
 
@@ -115,5 +115,5 @@ def test_a_run_table_gives_the_same_columns_as_its_shapes() -> None:
     table = pa.table({**columns, "chunks": pa.array(chunks, kind)})
     read = ShapeColumns.of_iterations(table)
     model = load_model_spec("mistral-7b-v0.1")
-    assert flops_of(model, read).tolist() == flops_of(model, shapes).tolist() == [flops_of(model, s) for s in shapes]
+    assert flops_of(model, read).tolist() == flops_of(model, shapes).tolist()
     assert read.rows.tolist() == [shape.rows for shape in shapes]
