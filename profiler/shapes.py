@@ -103,4 +103,5 @@ def attended_pairs(tokens: Column, prefix: Column, window: int | None) -> Column
     if window is None:
         return tokens * prefix + tokens * (tokens + 1) // 2
     growing: Column = np.clip(window - prefix, 0, tokens)
-    return growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    pairs: Column = growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    return pairs
