@@ -86,7 +86,7 @@ class Replica:
         self._leap: Leap | None = None
         self._free_ns = [0] * cost.stages
         self._last_end_ns = 0
-        self._ahead = scheduler.host.chase_decodes
+        self._host_free_ns = 0
         self._wake: Moment | None = None
         self._look_ns = 0
 
@@ -142,9 +142,6 @@ class Replica:
         depth = scheduler.depth
         while len(flights) < depth and self._leap is None:
             now = self.env.now
-            if not self._ahead and now < self._free_ns[0]:
-                self._plan_at(self._free_ns[0])
-                return
             batch = scheduler.plan(now)
             if batch is not None:
                 self._launch(batch)
@@ -175,15 +172,17 @@ class Replica:
                 self._launch_leap(batch, quiet, before, after)
                 return
         free = self._free_ns
+        # One process prepares batch after batch: hidden behind stage 0 wherever planning runs ahead of it.
+        self._host_free_ns = ready = max(now, self._host_free_ns) + before
         if cost.stages == 1:
             device = cost.stage_ns(shape)
-            start = now + before
+            start = ready
             if start < free[0]:
                 start = free[0]
             free[0] = end = start + device
             stages: tuple[tuple[Ns, Ns, Ns], ...] = ()
         else:
-            start, end, device, stages = self._through_stages(batch, now + before)
+            start, end, device, stages = self._through_stages(batch, ready)
         completes = max(end + after, self._last_end_ns)
         self._last_end_ns = completes
         scheduler = self.scheduler
