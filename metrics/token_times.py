@@ -65,10 +65,13 @@ class TokenTimes:
     def tokens_per_request(self) -> Ints:
         return self._per_request(self.request_row, self.last - self.first)
 
+    def cover(self) -> Ints:
+        """For each of times_ns, how many requests got a token then."""
+        return self._cover(self.first, self.last)
+
     def delivered(self, from_ns: int) -> int:
         """Tokens delivered at or after a moment, whoever they were for."""
-        covered = self._cover(self.first, self.last)
-        return int(covered[self.times_ns >= from_ns].sum())
+        return int(self.cover()[self.times_ns >= from_ns].sum())
 
     def gaps(self, wanted: Bools) -> Gaps:
         """All gaps of the wanted requests (one flag per row of the table of requests)."""
