@@ -137,7 +137,7 @@ class GgufFile:
             raise ExecutorError(f"{self.path}: general.architecture: found {family!r}, expected 'llama'")
         heads, hidden = int(self._fact("llama.attention.head_count")), int(self._fact("llama.embedding_length"))
         if "rope_freqs.weight" in self.tensors or self.facts.get("llama.rope.scaling.type", "none") != "none":
-            raise ExecutorError(f"{self.path}: scaled rotary embeddings in GGUF are not read; use the safetensors folder")
+            raise ExecutorError(f"{self.path}: scaled rotary embeddings are not read from GGUF; use safetensors")
         return ModelSpec(
             name=self.path.stem,
             layers=int(self._fact("llama.block_count")),

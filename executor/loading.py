@@ -17,7 +17,7 @@ from profiler import load_model_spec
 from profiler.model_spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
+_SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 def torch_dtype(name: str, what: str = "dtype") -> torch.dtype:
@@ -78,7 +78,7 @@ def find_model(name: str) -> ModelSource:
 
         return ModelSource("gguf", GgufFile(path).spec(), path)
     spec = load_model_spec(name)
-    if path.is_dir() and any(path.glob("*.safetensors*")) or path.is_dir() and any(path.glob("*.bin")):
+    if path.is_dir() and (any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))):
         return ModelSource("folder", spec, path)
     return ModelSource("spec", spec, None)
 

@@ -97,9 +97,7 @@ class Model:
             self.head(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps, "normed"), logits)
         return logits
 
-    def _run_layer(
-        self, index: int, layer: Layer, hidden: Tensor, step: Step, cache: KVCache, *, trim: bool
-    ) -> Tensor:
+    def _run_layer(self, index: int, layer: Layer, hidden: Tensor, step: Step, cache: KVCache, *, trim: bool) -> Tensor:
         kernels, spec = self.kernels, self.spec
         q_size, eps = spec.q_size, spec.norm_eps
         normed = kernels.rms_norm(hidden, layer.attention_norm, eps, "normed")

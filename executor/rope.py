@@ -76,7 +76,8 @@ def _yarn(spec: ModelSpec, plain: Tensor, rotated: int, scaling: Mapping[str, An
     def dimension(turns: float) -> float:
         return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.rope_theta))
 
-    first, last = dimension(_number(spec, scaling, "beta_fast", 32.0)), dimension(_number(spec, scaling, "beta_slow", 1.0))
+    first = dimension(_number(spec, scaling, "beta_fast", 32.0))
+    last = dimension(_number(spec, scaling, "beta_slow", 1.0))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotated - 1)
@@ -97,7 +98,7 @@ def _yarn(spec: ModelSpec, plain: Tensor, rotated: int, scaling: Mapping[str, An
 
 
 def _longrope(spec: ModelSpec, plain: Tensor, scaling: Mapping[str, Any], max_tokens: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024) as Phi-3 uses it: one factor per dimension, another set beyond the original length."""
+    """LongRoPE (Ding et al. 2024) as Phi-3 has it: a factor per dimension, another set beyond the original length."""
     original = _number(spec, scaling, "original_max_position_embeddings", spec.max_position)
     key = "long_factor" if max_tokens > original else "short_factor"
     factors = scaling.get(key)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int32]
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Step:
     decode_table: Ints
     sampled_rows: Ints
     sampled_table: Ints
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def num_decodes(self) -> int:

@@ -53,7 +53,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception for every kind of bad file
         raise ExecutorError(f"{path}: cannot be read as a tokenizer: {error}") from None
     settings = _json(folder / "tokenizer_config.json")
-    stop = _json(folder / "generation_config.json").get("eos_token_id", _json(folder / "config.json").get("eos_token_id"))
+    stop = _json(folder / "generation_config.json").get("eos_token_id")
+    stop = _json(folder / "config.json").get("eos_token_id") if stop is None else stop
     stop_ids = [] if stop is None else [int(i) for i in (stop if isinstance(stop, list) else [stop])]
     bos = settings.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
@@ -83,7 +84,7 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
     facts = file.facts
     kind, cut = facts.get("tokenizer.ggml.model"), str(facts.get("tokenizer.ggml.pre", "default"))
     if kind != "gpt2" or cut not in _PRETOKENIZERS:
-        raise ExecutorError(f"{file.path}: tokenizer {kind!r} with pre-tokenizer {cut!r} is not read; expected byte-level BPE")
+        raise ExecutorError(f"{file.path}: tokenizer {kind!r} cut by {cut!r} is not read; expected byte-level BPE")
     tokens = [str(token) for token in facts["tokenizer.ggml.tokens"]]
     merges = [tuple(str(merge).split(" ", 1)) for merge in facts["tokenizer.ggml.merges"]]
     inner = Inner(BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -92,6 +93,7 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
     inner.decoder = decoders.ByteLevel()
     kinds = facts.get("tokenizer.ggml.token_type", [])
     inner.add_special_tokens([AddedToken(t, special=True) for t, k in zip(tokens, kinds) if k == _CONTROL])
-    stop_ids = [int(facts[key]) for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in facts]
+    ends = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    stop_ids = [int(facts[key]) for key in ends if key in facts]
     bos = int(facts["tokenizer.ggml.bos_token_id"]) if facts.get("tokenizer.ggml.add_bos_token") else None
     return Tokenizer(inner, stop_ids, bos, str(facts.get("tokenizer.chat_template", "")))

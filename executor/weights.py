@@ -158,7 +158,7 @@ def folder_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     # A tied model may still carry its head; rotary tables are derived; anything else would be silently ignored weights.
     unknown = [name for name in homes if name not in used and name != "lm_head.weight" and "rotary" not in name]
     if unknown:
-        raise ExecutorError(f"{folder}: tensor {sorted(unknown)[0]} is none of this architecture's ({len(unknown)} such)")
+        raise ExecutorError(f"{folder}: tensor {sorted(unknown)[0]} is not of this architecture ({len(unknown)} such)")
     return weights
 
 

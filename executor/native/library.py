@@ -23,7 +23,7 @@ _SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "vec.h")
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-std=c++20", "-fopenmp", "-fPIC")
 
 
-class NativeUnavailable(ExecutorError):
+class NativeError(ExecutorError):
     """The C++ kernels cannot be built or loaded here; the message says why."""
 
 
@@ -105,25 +105,25 @@ _SIGNATURES = {
     "ct_argmax": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
 }
 
-__all__ = ["NativeUnavailable", "Pool", "Rotation", "Work", "c_int32", "c_int64", "native_library", "native_reason"]
+__all__ = ["NativeError", "Pool", "Rotation", "Work", "c_int32", "c_int64", "native_library", "native_reason"]
 
 
 @cache
 def _attempt() -> tuple[ctypes.CDLL | None, str]:
     try:
         return _load(), ""
-    except NativeUnavailable as error:
+    except NativeError as error:
         return None, str(error)
 
 
 def native_library() -> ctypes.CDLL:
     """The loaded kernels; built on the first call of this machine (about 7 s), afterwards found in the cache folder.
 
-    Raises NativeUnavailable with the reason (no compiler, a failed build, CHARIOTEER_NATIVE=0).
+    Raises NativeError with the reason (no compiler, a failed build, CHARIOTEER_NATIVE=0).
     """
     library, reason = _attempt()
     if library is None:
-        raise NativeUnavailable(reason)
+        raise NativeError(reason)
     return library
 
 
@@ -134,14 +134,14 @@ def native_reason() -> str:
 
 def _load() -> ctypes.CDLL:
     if os.environ.get("CHARIOTEER_NATIVE", "1") == "0":
-        raise NativeUnavailable("C++ kernels are switched off by CHARIOTEER_NATIVE=0")
+        raise NativeError("C++ kernels are switched off by CHARIOTEER_NATIVE=0")
     import torch  # noqa: F401  (its OpenMP runtime must be in the process before the kernels are)
 
     path = _build()
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeUnavailable(f"C++ kernels: {path}: cannot be loaded: {error}") from None
+        raise NativeError(f"C++ kernels: {path}: cannot be loaded: {error}") from None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -151,7 +151,7 @@ def _load() -> ctypes.CDLL:
 def _build() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise NativeUnavailable("C++ kernels need a compiler: found neither g++ nor clang++ (install g++, or set CXX)")
+        raise NativeError("C++ kernels need a compiler: found neither g++ nor clang++ (install g++, or set CXX)")
     folder = Path(__file__).parent
     key = hashlib.sha256("\0".join((compiler, *_FLAGS, _machine())).encode())
     for name in _SOURCES:
@@ -169,7 +169,7 @@ def _build() -> Path:
             _run([compiler, "-shared", str(compiled), "-o", str(linked)])
             os.replace(linked, target)
     except OSError as error:
-        raise NativeUnavailable(f"C++ kernels: {cache_folder}: cannot be written: {error}") from None
+        raise NativeError(f"C++ kernels: {cache_folder}: cannot be written: {error}") from None
     return target
 
 
@@ -177,7 +177,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         first = (done.stderr.strip().splitlines() or ["no message"])[0]
-        raise NativeUnavailable(f"C++ kernels: {command[0]} failed: {first}")
+        raise NativeError(f"C++ kernels: {command[0]} failed: {first}")
 
 
 def _machine() -> str:
