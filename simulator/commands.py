@@ -220,7 +220,7 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         return
     from rich.console import Console
 
-    from metrics.table import comparison_table
+    from metrics.report import comparison_table
 
     console = Console()
     console.print(comparison_table(summaries))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-import click
 import typer
 
 from simulator.config import ReplayConfig
@@ -131,7 +130,7 @@ def _given_flags(ctx: typer.Context) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()
-        if name in known and ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+        if name in known and _given(ctx, name)
     }
 
 
@@ -199,3 +198,9 @@ def _split(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise SimulationError(f"--layer-split: found {text!r}, expected whole numbers as 16,16") from None
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    # By name: typer may carry its own copy of click, whose enumeration is another object.
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
