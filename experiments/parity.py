@@ -112,7 +112,7 @@ def _rows(parts: Sequence[Chunk | Decodes]) -> list[Row]:
             rows.append((str(part.track.request.id), part.tokens, part.prefix))
         else:
             # Prompts that this batch completes have joined the cohort too; they were not decoded in it.
-            decoded = [track for track in part.cohort.members() if track.segment_start < part.step]
+            decoded = [track for track in part.cohort.members() if track.decodes_from <= part.step]
             rows.extend((str(track.request.id), 1, track.context - 1) for track in decoded)
     return rows
 

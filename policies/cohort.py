@@ -6,7 +6,7 @@ context total, one append to the list of times, and the blocks of those few memb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import heappop, heappush
 
 from policies.request import Ns
@@ -96,8 +96,11 @@ class Cohort:
 
     # Membership
 
-    def join(self, track: Track, segment_start: int) -> None:
-        """Take in a track whose context is `track.own_context` once the steps planned so far are counted."""
+    def join(self, track: Track, segment_start: int, decodes_from: int) -> None:
+        """Take in a track whose context is `track.own_context` once the steps planned so far are counted.
+
+        Its tokens here are times[segment_start:]; those before `decodes_from` are sampled by a chunk, not decoded.
+        """
         context = track.own_context
         members = self._members
         if members and not self._unsorted and next(reversed(members)).order > track.order:
@@ -106,6 +109,7 @@ class Cohort:
         track.base = base = context - self.planned
         track.cohort = self
         track.segment_start = segment_start
+        track.decodes_from = decodes_from
         self.size += 1
         self.context_total += context
         heappush(self._deepest, (-base, track.order, track))
@@ -152,7 +156,7 @@ class Cohort:
             if len(self.times) > start:
                 track.last_token_ns = self.times[-1]
         if not deliver:
-            for step in range(max(len(self.times), start + 1), planned):
+            for step in range(max(len(self.times), track.decodes_from), planned):
                 self.lost[step] = self.lost.get(step, 0) + 1
         track.own_known = track.request.prompt_tokens + track.produced
 
@@ -172,18 +176,35 @@ class Cohort:
         self.context_total += self.size
         return growing
 
-    def complete(self, now_ns: Ns) -> int:
-        """The oldest step in flight is done; returns its index."""
+    def advance_by(self, steps: int, grow: Callable[[Collection[Track]], None]) -> list[int]:
+        """Plan `steps` steps at once, handing members that need a block to `grow`; returns the blocks each step took."""
+        grows_at, block_size = self._grows_at, self.block_size
+        taken = []
+        for step in range(self.planned, self.planned + steps):
+            growing = grows_at.pop(step, None)
+            if growing:
+                later = grows_at.get(step + block_size)
+                if later is None:
+                    grows_at[step + block_size] = growing
+                else:
+                    later.update(growing)
+                grow(growing)
+                taken.append(len(growing))
+            else:
+                taken.append(0)
+        self.planned += steps
+        self.context_total += steps * self.size
+        return taken
+
+    def complete(self, now_ns: Ns) -> bool:
+        """The oldest step in flight is done; returns whether it delivered somebody's last token."""
         times = self.times
         times.append(now_ns)
-        return len(times) - 1
+        return len(times) in self._ends_at
 
     def ending(self) -> list[Track]:
         """Members whose last token the latest completed step delivered, in admission order; they have to leave."""
-        ending = self._ends_at.get(len(self.times))
-        if not ending:
-            return []
-        return sorted(ending, key=lambda track: track.order)
+        return sorted(self._ends_at[len(self.times)], key=lambda track: track.order)
 
     def exhausted(self) -> list[Track]:
         """Members whose declared limit is reached by the steps planned so far, in admission order."""

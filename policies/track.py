@@ -27,7 +27,7 @@ class Track:
 
     __slots__ = (
         "admitted_ns", "base", "blocks", "cached_total", "chunks_in_flight", "closing", "cohort", "computed",
-        "ends_after", "epoch", "finished_ns", "first_token_ns", "last_token_ns", "limit_after", "order",
+        "decodes_from", "ends_after", "epoch", "finished_ns", "first_token_ns", "last_token_ns", "limit_after", "order",
         "own_context", "own_known", "preemptions", "produced", "reason", "request", "segment_start", "segments",
         "status", "table",
     )  # fmt: skip
@@ -43,6 +43,7 @@ class Track:
         self.cohort: Cohort | None = None
         self.base = 0
         self.segment_start = 0
+        self.decodes_from = 0
         self.segments: list[tuple[int, int, int]] = []
         self.produced = produced
         self.limit_after = request.max_output_tokens

@@ -13,13 +13,23 @@ _HOME = {
     "Hardware": "hardware",
     "ModelSpec": "model_spec",
     "Roofline": "roofline",
+    "RooflineConstants": "roofline_constants",
     "ShapeColumns": "shapes",
+    "byte_coefficients": "work",
+    "bytes_of": "work",
+    "flop_coefficients": "work",
+    "flops_of": "work",
     "load_cost_model": "load",
+    "MemoryPlan": "capacity",
     "ProfileError": "errors",
     "hardware_names": "hardware",
     "load_hardware": "hardware",
     "load_model_spec": "model_config",
     "model_names": "model_config",
+    "num_blocks": "capacity",
+    "peaks": "work",
+    "plan_memory": "capacity",
+    "slots": "capacity",
 }
 
 __all__ = sorted(_HOME)

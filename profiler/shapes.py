@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,27 @@ class ShapeColumns:
         chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2)
         return cls(chunks[:, 0], chunks[:, 1], offsets, *(flat[:, column] for column in range(6)))
 
+    @classmethod
+    def of_iterations(cls, table: Any) -> ShapeColumns:
+        """Columns of a run's iterations table (pyarrow), whose `chunks` are lists of {request, tokens, prefix, ...}."""
+        chunks = table.column("chunks").combine_chunks()
+        flat = chunks.flatten()
+        offsets = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(chunks.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), out=offsets[1:])
+
+        def column(values: Any) -> Column:
+            return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
+
+        def table_column(name: str) -> Column:
+            return column(table.column(name).combine_chunks())
+
+        return cls(
+            column(flat.field("tokens")),
+            column(flat.field("prefix")),
+            offsets,
+            *(table_column(name) for name in BatchShape._fields[1:]),
+        )
+
     def per_batch(self, chunk_values: Column) -> Column:
         """Sums of a per-chunk integer column over each batch's chunks."""
         sums = np.zeros(len(chunk_values) + 1, np.int64)
@@ -72,12 +94,14 @@ class ShapeColumns:
     @cached_property
     def rows(self) -> Column:
         """Rows that every linear layer pays for, as BatchShape.rows."""
-        return np.maximum(self.tokens + self.dummy_tokens, self.executed_rows)
+        rows: Column = np.maximum(self.tokens + self.dummy_tokens, self.executed_rows)
+        return rows
 
 
 def attended_pairs(tokens: Column, prefix: Column, window: int | None) -> Column:
     """Query-key pairs of many chunks; ModelSpec.attended in columns."""
     if window is None:
         return tokens * prefix + tokens * (tokens + 1) // 2
-    growing = np.clip(window - prefix, 0, tokens)
-    return growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    growing: Column = np.clip(window - prefix, 0, tokens)
+    pairs: Column = growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    return pairs
