@@ -62,8 +62,9 @@ def draw(path: Path) -> None:
             at, gap = gaps(policy, **knobs)
             left.step(at, gap * 1e3, where="post", label=policy, **POLICY_STYLES[policy].line())
         left.axvline(ARRIVES_S, color="0.5", linewidth=0.8, linestyle=":")
-        left.text(ARRIVES_S + 0.25, 0.6, f"{PROMPT:,}-token\nprompt arrives at 0.5 s", fontsize=7, color="0.35", ha="left",
-                  va="top", transform=left.get_xaxis_transform())  # fmt: skip
+        words = f"{PROMPT:,}-token\nprompt arrives at {ARRIVES_S} s"
+        left.text(ARRIVES_S + 0.25, 0.6, words, fontsize=7, color="0.35", ha="left", va="top",
+                  transform=left.get_xaxis_transform())  # fmt: skip
         left.set(xlabel="time (s)", ylabel="time between tokens (ms)", ylim=(0, None))
         left.legend(loc="upper right")
         batches = [1, 2, 4, 8, 12, 16]

@@ -145,7 +145,8 @@ def policies_command(as_json: o.Json = False) -> None:
         console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            console.print(f"    --{knob.replace('_', '-')} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = knob.replace("_", "-")
+            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
 def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:
