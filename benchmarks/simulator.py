@@ -124,7 +124,8 @@ def main() -> None:
     print("changing batches, records kept:")
     for row in median["changing"]:
         print(
-            f"  {row['decodes']:4d} decodes  {row['cpu_us']:6.2f} us CPU an iteration  {row['ratio_to_bare']:5.1f} x bare"
+            f"  {row['decodes']:4d} decodes  {row['cpu_us']:6.2f} us CPU an iteration"
+            f"  {row['ratio_to_bare']:5.1f} x bare"
             f"  {row['iterations_per_s']:9,.0f} iterations/s"
         )
     for row in result.get("trace", []):

@@ -177,7 +177,7 @@ class Cohort:
         return growing
 
     def advance_by(self, steps: int, grow: Callable[[Collection[Track]], None]) -> list[int]:
-        """Plan `steps` steps at once, handing members that need a block to `grow`; returns the blocks each step took."""
+        """Plan `steps` steps at once; `grow` gets the members that need a block. Returns the blocks each step took."""
         grows_at, block_size = self._grows_at, self.block_size
         taken = []
         for step in range(self.planned, self.planned + steps):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from policies.batch import Batch, BatchShape, Chunk, Decodes
+from policies.batch import Batch, BatchShape, Decodes
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
 from policies.errors import PolicyError

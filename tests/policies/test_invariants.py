@@ -84,7 +84,7 @@ def check_conservation(log, requests, scheduler):
 
 def no_block_lost(scheduler):
     ledger = scheduler.ledger
-    assert 0 <= ledger.free_blocks
+    assert ledger.free_blocks >= 0
     assert ledger.free_blocks + held_blocks(scheduler) == ledger.total_blocks
     assert scheduler.queues.prefill_tokens >= 0
 
