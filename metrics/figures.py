@@ -25,6 +25,7 @@ from metrics.figure_style import (
     save,
     styles_for,
 )
+from metrics.statistics import percentiles
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.windows import held_ns
@@ -172,6 +173,9 @@ def cdf_figure(
                 markevery=marks[marks < len(x)].tolist(), **styles[label].line(),
             )  # fmt: skip
         ax.set_xscale("log")
+        lefts = [percentiles(values[values > 0], [0.5], counts[values > 0])[0] for values, counts in samples.values()]
+        if np.isfinite(lefts).any():
+            ax.set_xlim(left=float(np.nanmin(lefts)) / 1.15)
         ax.set_ylim(0, top * 1.01)
         if stretch_tail:
             ax.set_yticks([-math.log10(1 - tick) for tick in _TAIL_TICKS], [f"{tick:g}" for tick in _TAIL_TICKS])

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.bubbles import CAUSE_NAMES, CAUSES, Bubbles, Gaps, find_bubbles, request_bubble_ns
+from metrics.bubbles import Bubbles, Gaps, find_bubbles
+from metrics.causes import CAUSE_NAMES, CAUSES
 from metrics.columns import MetricsError
 from metrics.figure_style import (
     DOUBLE_COLUMN_IN,
@@ -24,6 +25,7 @@ from metrics.figure_style import (
 )
 from metrics.figures import cdf_figure
 from metrics.pipeline import Schedule, schedules
+from metrics.request_bubbles import request_bubble_ns
 from metrics.tables import RunTables
 from metrics.timeline import Window
 
@@ -49,7 +51,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "host": {"facecolor": "#E3E3E3", "hatch": "|||||"},
     "starvation": {"facecolor": "#FFFFFF", "hatch": ""},
 }
-_ITERATIONS_SHOWN = 4
+_PASSES_SHOWN = 5
 
 
 def draw_pipeline(
@@ -61,7 +63,7 @@ def draw_pipeline(
 ) -> list[Path]:
     """Write the three pipeline figures into a folder (made if it is not there); returns the files, PDF and PNG.
 
-    window: what the Gantt chart shows; a few iterations from the middle of the first run unless given.
+    window: what the Gantt chart shows; of each run, a few passes with the bubble share of the whole unless given.
     bubbles: per label, as found by `find_bubbles`, if they are at hand.
     """
     target = Path(folder)
@@ -96,10 +98,11 @@ def gantt(
         panels = list(axes.flat)
         seen: set[str] = set()
         for ax, (label, schedule) in zip(panels, schedule_of.items()):
-            shown = window or _middle(schedule)
-            seen |= _draw_stages(ax, schedule, _of_replica(bubbles[label], replica), shown)
+            gaps = _of_replica(bubbles[label], replica)
+            shown = window or _typical(schedule, gaps)
+            seen |= _draw_stages(ax, schedule, gaps, shown)
             ax.set_title(label, loc="left", pad=2)
-            ax.set_xlabel("time (ms)" if (shown.end - shown.start) < 2e9 else "time (s)")
+            ax.set_xlabel(f"{'ms' if _in_ms(shown) else 's'} after {shown.start / 1e9:.3f} s")
         for ax in panels[len(runs) :]:
             ax.set_visible(False)
         _legend_of_looks(figure, [name for name in (*_KINDS, *CAUSES) if name in seen])
@@ -119,7 +122,8 @@ def bubble_shares(bubbles: Mapping[str, Bubbles], *, width_in: float = SINGLE_CO
             share = np.nan_to_num(share)
             if share.any():
                 ax.barh(position, share, left=left, height=0.72, edgecolor="#333333", linewidth=0.4, **_LOOKS[cause])
-                used.append(cause)
+                if share.max() >= 0.1:
+                    used.append(cause)
             left += share
         for y, total in zip(position, left):
             ax.text(total, y, f" {total:.1f} %", va="center", fontsize=7)
@@ -154,16 +158,34 @@ def _of_replica(bubbles: Bubbles, replica: int) -> Gaps:
     return next(gaps for gaps in bubbles.gaps if gaps.replica == replica)
 
 
-def _middle(s: Schedule) -> Window:
-    """A few pipeline passes from the middle of the run."""
-    passes = int(np.median(s.done - s.planned))
-    start = int(s.start[s.num_batches // 2, 0])
-    return Window(start, start + max(_ITERATIONS_SHOWN * passes, 1))
+def _typical(s: Schedule, gaps: Gaps) -> Window:
+    """A few pipeline passes whose bubble share is that of the whole run, as nearly as it gets."""
+    length = max(int(_PASSES_SHOWN * np.median(s.done - s.planned)), 1)
+    starts = s.start[np.unique(np.linspace(0, s.num_batches - 1, 400).astype(np.int64)), 0]
+    starts = starts[starts + length <= max(s.done[-1], starts[0] + length)]
+
+    def idle_until(moments: Ints) -> Ints:
+        idle = np.zeros(len(moments), dtype=np.int64)
+        for edges, sign in ((np.sort(gaps.start), 1), (np.sort(gaps.end), -1)):
+            upto = np.concatenate([[0], np.cumsum(edges)])
+            passed = np.searchsorted(edges, moments)
+            idle += sign * (passed * moments - upto[passed])
+        return idle
+
+    share = (idle_until(starts + length) - idle_until(starts)) / (length * s.num_stages)
+    whole = int((gaps.end - gaps.start).sum()) / max(int((s.end - s.start).sum() + (gaps.end - gaps.start).sum()), 1)
+    start = int(starts[np.argmin(np.abs(share - whole))])
+    return Window(start, start + length)
+
+
+def _in_ms(shown: Window) -> bool:
+    return shown.end - shown.start < 2e9
 
 
 def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
     """Draw one replica; returns which kinds and causes occur."""
-    unit = 1e6 if shown.end - shown.start < 2e9 else 1e9
+    unit = 1e6 if _in_ms(shown) else 1e9
+    least = (shown.end - shown.start) / 500  # what is thinner than its own outline is left out
     seen = set()
     kind = np.where(s.chunk_tokens == 0, "decode", np.where(s.decodes > 0, "mixed", "prefill"))
 
@@ -171,9 +193,12 @@ def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
         visible = (end > shown.start) & (start < shown.end) & (end > start)
         if not visible.any():
             return
-        seen.add(name)
         begin = np.maximum(start[visible], shown.start)
         length = np.minimum(end[visible], shown.end) - begin
+        begin, length = begin[length >= least] - shown.start, length[length >= least]
+        if not len(begin):
+            return
+        seen.add(name)
         ax.broken_barh(
             np.stack([begin / unit, length / unit], axis=1).tolist(), (stage - 0.42, 0.84), linewidth=0.35, **look
         )
@@ -190,8 +215,7 @@ def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
             )
     ax.set_yticks(range(s.num_stages), [f"stage {stage}" for stage in range(s.num_stages)])
     ax.set_ylim(s.num_stages - 0.5, -0.5)
-    ax.set_xlim(shown.start / unit, shown.end / unit)
-    ax.ticklabel_format(axis="x", useOffset=False)
+    ax.set_xlim(0, (shown.end - shown.start) / unit)
     ax.grid(visible=False)
     return seen
 
@@ -202,4 +226,5 @@ def _legend_of_looks(figure: Figure, names: list[str], per_row: int = 5) -> None
     looks = {**_KINDS, **{cause: {"edgecolor": "#555555", **look} for cause, look in _LOOKS.items()}}
     handles = [Patch(linewidth=0.4, label=CAUSE_NAMES.get(name, name), **looks[name]) for name in names]
     if handles:
-        figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), per_row), columnspacing=1.2)
+        rows = -(-len(handles) // per_row)
+        figure.legend(handles=handles, loc="outside upper center", ncols=-(-len(handles) // rows), columnspacing=1.2)

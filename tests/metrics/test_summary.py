@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, summarise_classes
+from metrics.causes import CAUSES
 from metrics.slo import requests_within
 from metrics.statistics import percentiles, statistics
 from metrics.summary import pd_optimum
@@ -67,6 +68,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "running_mean": 11 / 8, "running_max": 2, "waiting_mean": 5 / 8, "waiting_max": 1,
         "kv_blocks": 10, "kv_use_mean": (0.2 + 2 * 0.4 + 0.5 + 2 * 0.6 + 2 * 0.7) / 8, "kv_use_max": 0.7,
         "host_s_total": 1, "device_s_total": 7, "device_busy_share": 7 / 8, "inside_share": 4 / 5,
+        "bubble_share": None, "lost_device_s": None, **{f"bubble_share_{cause}": None for cause in CAUSES},
         "mfu": None, "mfu_busy": None, "mbu": None, "mbu_busy": None,
     }  # fmt: skip
     for key, value in expected.items():
