@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from policies.cohort import Cohort
+    from policies.track import Track
 
 
 class BatchShape(NamedTuple):
@@ -27,14 +33,53 @@ class BatchShape(NamedTuple):
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(tokens for tokens, _ in self.chunks)
+        return sum([tokens for tokens, _ in self.chunks])
 
     @property
     def tokens(self) -> int:
         """Useful tokens: prefill and decode together, without dummies."""
-        return sum(tokens for tokens, _ in self.chunks) + self.decodes
+        return sum([tokens for tokens, _ in self.chunks]) + self.decodes
 
     @property
     def rows(self) -> int:
         """Rows of the `[rows, hidden]` matrix: every linear layer pays for these."""
         return max(self.tokens + self.dummy_tokens, self.executed_rows)
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt: `tokens` new ones on top of `prefix` cached ones; `samples` when it ends the prompt."""
+
+    track: Track
+    tokens: int
+    prefix: int
+    samples: bool
+
+
+class Decodes(NamedTuple):
+    """One cohort's step: `size` members, contexts before the step. `step` indexes the cohort's list of token times."""
+
+    cohort: Cohort
+    step: int
+    size: int
+    context_total: int
+    context_max: int
+
+
+@dataclass(slots=True)
+class Batch:
+    """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
+
+    parts keep batch order. joins: (track, its admission epoch) for every chunk that samples a token; `grown` lists the
+    cohorts (with step) whose token times this batch extends. new_blocks: (request id, table index, block id) of
+    blocks given out for this batch, kept by the by-id ledger alone.
+    """
+
+    number: int
+    planned_ns: int
+    parts: Sequence[Chunk | Decodes]
+    shape: BatchShape
+    preempted: Sequence[Track] = ()
+    new_blocks: Sequence[tuple[int, int, int]] = ()
+    cached_tokens: int = 0
+    joins: list[tuple[Track, int]] = field(default_factory=list)
+    grown: list[tuple[Cohort, int]] = field(default_factory=list)

@@ -12,11 +12,22 @@ _HOME = {
     "CostModel": "cost_model",
     "Hardware": "hardware",
     "ModelSpec": "model_spec",
+    "Roofline": "roofline",
+    "ShapeColumns": "shapes",
+    "bytes_of": "work",
+    "flops_of": "work",
+    "load_cost_model": "load",
+    "MemoryPlan": "capacity",
     "ProfileError": "errors",
     "hardware_names": "hardware",
     "load_hardware": "hardware",
     "load_model_spec": "model_config",
     "model_names": "model_config",
+    "num_blocks": "capacity",
+    "peaks": "work",
+    "plan_memory": "capacity",
+    "slots": "capacity",
+    "work_coefficients": "work",
 }
 
 __all__ = sorted(_HOME)

@@ -31,7 +31,7 @@ def load_model_spec(name_or_path: str | Path) -> ModelSpec:
     """
     text = str(name_or_path)
     path = Path(text)
-    if path.is_dir():
+    if path.is_dir() and ((path / "config.json").exists() or _known(text) is None):
         return _from_hugging_face(path / "config.json")
     if path.suffix == ".json":
         return _from_hugging_face(path)
@@ -51,12 +51,17 @@ def _table() -> dict[str, ModelSpec]:
     return {name: _build(name, facts, "models.toml") for name, facts in tomllib.loads(text).items()}
 
 
+def _known(text: str) -> ModelSpec | None:
+    """The named model that `text` means, if any."""
+    table = _table()
+    return next((table[form] for form in _spellings(text.lower().rsplit("/", 1)[-1]) if form in table), None)
+
+
 def _named(text: str) -> ModelSpec:
+    if spec := _known(text):
+        return spec
     table = _table()
     name = text.lower().rsplit("/", 1)[-1]
-    for candidate in _spellings(name):
-        if candidate in table:
-            return table[candidate]
     near = difflib.get_close_matches(name, table, n=4, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
     raise ProfileError(f"model {text!r} is neither a known name nor an existing folder, .json or .toml file; {hint}")

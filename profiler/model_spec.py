@@ -16,16 +16,15 @@ from profiler.errors import ProfileError
 
 
 class Gemm(NamedTuple):
-    """One linear layer on one device: [rows, k] x [k, n]; `count` of them per transformer layer."""
+    """One linear layer on one device: [rows, k] x [k, n]."""
 
     name: str
     n: int
     k: int
-    count: int = 1
 
     @property
     def weights(self) -> int:
-        return self.n * self.k * self.count
+        return self.n * self.k
 
 
 @dataclass(frozen=True)

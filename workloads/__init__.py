@@ -1,5 +1,31 @@
-"""What arrives: traces in columns, readers for public formats, generators."""
+"""What arrives: traces in columns, readers for public formats, generators.
 
-from workloads.trace import Trace, TraceError
+`read_trace` is the one door for files, `generate` makes synthetic workloads, `write_trace` writes either back.
+"""
 
-__all__ = ["Trace", "TraceError"]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workloads.generator import generate
+    from workloads.reader import read_trace
+    from workloads.trace import Trace, TraceError
+    from workloads.write import write_trace
+
+_HOME = {
+    "Trace": "workloads.trace",
+    "TraceError": "workloads.trace",
+    "read_trace": "workloads.reader",
+    "generate": "workloads.generator",
+    "write_trace": "workloads.write",
+}
+
+__all__ = ["Trace", "TraceError", "generate", "read_trace", "write_trace"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name when it is first asked for, so that `import workloads` costs nothing."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'workloads' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

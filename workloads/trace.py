@@ -2,6 +2,10 @@
 
 Columns instead of objects: a million requests are a few arrays, a sweep shares them between its points, and scaling
 the rate is one multiplication. `Request` objects are made one at a time as they arrive.
+
+Closed loops (sessions with thinking users, a fixed number of clients) are plain data too: a request with
+`after_row[i] = j >= 0` arrives `think_ns[i]` after the answer of row j has ended, however it ended. j < i always, so
+whoever drives a trace can walk it once.
 """
 
 from __future__ import annotations
@@ -12,26 +16,60 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.request import Request
+from policies.request import NS_PER_S, Request
+from workloads.ragged import RaggedColumn
 
 Column = NDArray[np.int64]
+
+_COLUMNS = (
+    "arrival_ns",
+    "prompt_tokens",
+    "output_tokens",
+    "max_output_tokens",
+    "prefix_hashes",
+    "session",
+    "turn",
+    "priority",
+    "slo",
+    "abort_ns",
+    "prompt_ids",
+    "after_row",
+    "think_ns",
+)
+_INTEGER_COLUMNS = (
+    "arrival_ns",
+    "prompt_tokens",
+    "output_tokens",
+    "max_output_tokens",
+    "turn",
+    "priority",
+    "abort_ns",
+    "after_row",
+    "think_ns",
+)
 
 
 class TraceError(ValueError):
     """A trace that cannot be read or makes no sense; the message names file, row, column, found and expected."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in arrival order (ties keep file order). All columns have one entry per request.
 
-    arrival_ns: nanoseconds since the trace's start, never decreasing. prompt_tokens, output_tokens: at least 1.
+    arrival_ns: nanoseconds since the trace's start, never decreasing. For a request that waits for another one's
+        answer (`after_row`) it is the moment it would arrive at if answers took no time: a lower bound.
+    prompt_tokens, output_tokens: at least 1.
     output_tokens: the true output length, which policies never see. max_output_tokens: the declared limit
         (the true length where a trace declares none).
     prefix_hashes: per request a tuple of hashes, each standing for `hash_tokens` prompt tokens.
-    session, slo: per request a name or None. priority: lower is more urgent, 0 by default.
-    abort_ns: moment at which the client gives up, -1 for never.
+    session, slo: per request a name or None. turn: 0 for the first request of its session.
+    priority: lower is more urgent, 0 by default.
+    abort_ns: moment at which the client gives up, -1 for never. Counted from arrival_ns: a driver that moves an
+        arrival (closed loop) moves the abort with it; `timeout_ns` gives the difference.
     prompt_ids: per request the prompt's token ids where the trace carries them.
+    after_row, think_ns: closed loop. -1 in after_row: arrives at arrival_ns. Otherwise an earlier row: arrives
+        think_ns after that row's answer has ended.
     notes: what the reader had to say (rows skipped and why), one sentence each.
     """
 
@@ -50,9 +88,41 @@ class Trace:
     source_format: str = "memory"
     notes: tuple[str, ...] = ()
     provenance: Mapping[str, object] = field(default_factory=dict)
+    turn: Column | None = None
+    after_row: Column | None = None
+    think_ns: Column | None = None
+
+    def __post_init__(self) -> None:
+        for name in _INTEGER_COLUMNS:
+            if (column := getattr(self, name)) is not None:
+                object.__setattr__(self, name, np.asarray(column, np.int64))
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            if column is not None and len(column) != len(self.arrival_ns):
+                raise TraceError(f"{self.name}: column {name}: found {len(column)} entries, expected {len(self)}")
+        self._expect("arrival_ns", np.diff(self.arrival_ns, prepend=0) < 0, "a time of 0 or more, never decreasing")
+        for name in ("prompt_tokens", "output_tokens", "max_output_tokens"):
+            self._expect(name, getattr(self, name) < 1, "at least 1 token")
+        if (self.after_row is None) != (self.think_ns is None):
+            raise TraceError(f"{self.name}: after_row and think_ns go together; found only one of them")
+        if self.after_row is not None and self.think_ns is not None:
+            wrong = (self.after_row >= np.arange(len(self))) | (self.after_row < -1)
+            self._expect("after_row", wrong, "an earlier row, or -1 for none")
+            self._expect("think_ns", (self.think_ns < 0) & (self.after_row >= 0), "0 ns or more")
+
+    def _expect(self, name: str, wrong: NDArray[np.bool_], expected: str) -> None:
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            found = getattr(self, name)[row]
+            raise TraceError(f"{self.name}, row {row}, column {name}: found {found}, expected {expected}")
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
+
+    @property
+    def closed_loop(self) -> bool:
+        """Whether some request waits for another one's answer."""
+        return self.after_row is not None and bool((self.after_row >= 0).any())
 
     def request(self, row: int) -> Request:
         """The request of one row, as the scheduler takes it; its id is the row."""
@@ -68,31 +138,74 @@ class Trace:
             self.slo[row] if self.slo is not None else None,
         )
 
+    def timeout_ns(self, row: int) -> int:
+        """How long after its arrival the client of this row gives up; -1 for never."""
+        if self.abort_ns is None or self.abort_ns[row] < 0:
+            return -1
+        return int(self.abort_ns[row] - self.arrival_ns[row])
+
+    def followers(self) -> dict[int, list[int]]:
+        """Row -> the rows that wait for its answer, in row order; empty for an open-loop trace."""
+        waiting: dict[int, list[int]] = {}
+        if self.after_row is not None:
+            for row in np.flatnonzero(self.after_row >= 0).tolist():
+                waiting.setdefault(int(self.after_row[row]), []).append(row)
+        return waiting
+
     def head(self, limit: int) -> Trace:
         """The first `limit` requests."""
-        return self._rows(slice(0, limit))
+        return self.take(slice(0, limit))
 
     def scaled(self, rate_scale: float) -> Trace:
-        """The same requests arriving `rate_scale` times as fast (arrival times divided, client give-ups kept relative)."""
-        if not rate_scale > 0:
+        """The same requests arriving `rate_scale` times as fast: arrival and think times divided, time-outs kept."""
+        if not 0 < rate_scale < float("inf"):
             raise TraceError(f"rate scale: found {rate_scale}, expected a number above 0")
         arrival_ns = np.rint(self.arrival_ns / rate_scale).astype(np.int64)
         abort_ns = self.abort_ns
         if abort_ns is not None:
             abort_ns = np.where(abort_ns >= 0, arrival_ns + (abort_ns - self.arrival_ns), -1)
-        return replace(self, arrival_ns=arrival_ns, abort_ns=abort_ns)
+        think_ns = None if self.think_ns is None else np.rint(self.think_ns / rate_scale).astype(np.int64)
+        return replace(self, arrival_ns=arrival_ns, abort_ns=abort_ns, think_ns=think_ns)
 
-    def _rows(self, rows: slice) -> Trace:
-        def cut(column):  # type: ignore[no-untyped-def]
-            return None if column is None else column[rows]
+    def with_timeout(self, timeout_s: float) -> Trace:
+        """The same requests, each given up by its client `timeout_s` after it arrived if it has not ended by then."""
+        if not 0 < timeout_s < 1e9:
+            raise TraceError(f"timeout: found {timeout_s}, expected a number of seconds above 0")
+        abort_ns = self.arrival_ns + round(timeout_s * NS_PER_S)
+        if self.abort_ns is not None:
+            abort_ns = np.where(self.abort_ns >= 0, np.minimum(abort_ns, self.abort_ns), abort_ns)
+        return replace(self, abort_ns=abort_ns)
 
-        return replace(
-            self,
-            **{
-                name: cut(getattr(self, name))
-                for name in (
-                    "arrival_ns", "prompt_tokens", "output_tokens", "max_output_tokens", "prefix_hashes",
-                    "session", "priority", "slo", "abort_ns", "prompt_ids",
-                )
-            },
+    def take(self, rows: slice | Column) -> Trace:
+        """The given rows (a slice or ascending numbers). A request whose predecessor is left out becomes open-loop."""
+        numbers = np.arange(len(self))[rows] if isinstance(rows, slice) else np.asarray(rows, np.int64)
+        columns = {name: _cut(getattr(self, name), numbers) for name in _COLUMNS}
+        if columns["after_row"] is not None:
+            new_row = np.full(len(self) + 1, -1, np.int64)  # the extra last entry answers for -1
+            new_row[numbers] = np.arange(len(numbers))
+            columns["after_row"] = new_row[columns["after_row"]]
+        return replace(self, **columns)
+
+    def same_requests(self, other: Trace) -> bool:
+        """Whether both hold equal requests: every column, not the name, notes and provenance."""
+        return self.hash_tokens == other.hash_tokens and all(
+            _equal(getattr(self, name), getattr(other, name)) for name in _COLUMNS
         )
+
+
+def _cut(column, rows):  # type: ignore[no-untyped-def]
+    if column is None:
+        return None
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    if isinstance(column, RaggedColumn):
+        return column.take(rows)
+    return [column[row] for row in rows.tolist()]
+
+
+def _equal(one, other) -> bool:  # type: ignore[no-untyped-def]
+    if one is None or other is None:
+        return one is None and other is None
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return len(one) == len(other) and all(a == b for a, b in zip(one, other))

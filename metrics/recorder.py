@@ -1,0 +1,285 @@
+"""The recorder: what a simulator or an executor calls while it runs; one cheap call per event, tables at the end.
+
+An event is its numbers appended to one flat list (numbers alone give the garbage collector nothing to look at) and
+its members to another; nothing is computed while the run is going on. Every `part_rows` iterations the buffer is
+turned into Arrow columns, in memory or, with `stream_to`, straight into parquet files, so that memory stays flat per
+request however long the run is. Both ways give the same tables.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metrics.columns import STATUSES, MetricsError
+from policies.batch import BatchShape
+from policies.request import Ns, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from metrics.columnar import LeapEvent, RequestEvent
+    from metrics.tables import RunTables
+
+_NAN = math.nan
+
+
+class Recorder:
+    """Records one run. Append-only; `tables()` ends the recording.
+
+    part_rows: buffered iterations after which they are turned into columns (small parts stay in the processor's
+        cache: 4,096 is faster than 65,536).
+    stream_to: an existing folder to stream parquet files into (a scratch folder: `write_run` copies them from there).
+
+    Sequences and arrays that are handed in are kept, not copied: the caller must not change them afterwards.
+    """
+
+    def __init__(self, *, part_rows: int = 4_096, stream_to: str | Path | None = None) -> None:
+        if part_rows < 1:
+            raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
+        self._part_rows = part_rows
+        self._numbers: list[int] = []
+        self._members: list[tuple[Any, ...]] = []
+        self._extend_numbers, self._append_members = self._numbers.extend, self._members.append
+        self._leaps: list[LeapEvent] = []
+        self._leapt = 0
+        self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
+        self._token_rows = 0
+        self._requests: list[RequestEvent] = []
+        self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
+        self._done = False
+
+    def iteration(
+        self,
+        replica: int,
+        number: int,
+        planned_ns: Ns,
+        start_ns: Ns,
+        end_ns: Ns,
+        shape: BatchShape,
+        chunks: Sequence[tuple[int, int, int, bool]],
+        cohorts: Sequence[tuple[int, int, int]],
+        preempted: int,
+        running: int,
+        waiting: int,
+        free_blocks: int,
+        cached_tokens: int,
+        host_before_ns: Ns,
+        host_after_ns: Ns,
+        device_ns: Ns,
+        inside: bool,
+        wall_s: float = _NAN,
+        cpu_s: float = _NAN,
+        stages: Sequence[tuple[Ns, Ns, Ns]] = (),
+    ) -> None:
+        """One completed batch. All columns of iterations.parquet; see `metrics.columns.ITERATIONS`.
+
+        chunks: (request id, tokens, prefix, samples); cohorts: (cohort, step completed, size).
+        stages: (start, end, send) of each pipeline stage; none given means one stage, busy from start_ns on for
+            device_ns.
+        """
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        self._extend_numbers(
+            (
+                replica, number, planned_ns, start_ns, end_ns, decodes, context_total, context_max, dummy_tokens,
+                sampled, executed_rows, preempted, running, waiting, free_blocks, cached_tokens, host_before_ns,
+                host_after_ns, device_ns, inside,
+            )
+        )  # fmt: skip
+        self._append_members((chunks, cohorts, stages, wall_s, cpu_s))
+        if len(self._members) >= self._part_rows:
+            self._flush_iterations()
+
+    def leap(
+        self,
+        replica: int,
+        first_number: int,
+        shape: BatchShape,
+        starts_ns: NDArray[np.int64],
+        ends_ns: NDArray[np.int64],
+        cohort: int,
+        first_step: int,
+        running: int,
+        waiting: int,
+        free_blocks_each: NDArray[np.int64] | int,
+        host_before_ns: Ns,
+        host_after_ns: Ns,
+        device_ns_each: NDArray[np.int64] | Ns,
+        inside: NDArray[np.bool_] | bool,
+        *,
+        planned_ns: NDArray[np.int64] | None = None,
+        stages_ns: NDArray[np.int64] | None = None,
+    ) -> None:
+        """k equal decode-only iterations of one cohort at once; the same rows as k calls of `iteration`.
+
+        shape: the first of them; every decode's context is one longer in each that follows.
+        starts_ns, ends_ns, and whatever ends in `_each`: length k (a single number holds for all).
+        planned_ns: when each was planned; host_before_ns before it starts unless given.
+        stages_ns: [k, stages, 3] of (start, end, send); one stage busy for device_ns_each unless given.
+        """
+        import numpy as np
+
+        from metrics.columnar import LeapEvent
+
+        if shape.chunks:
+            raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
+        steps = len(starts_ns)
+        if planned_ns is None:
+            planned_ns = np.asarray(starts_ns) - host_before_ns
+        self._leaps.append(
+            LeapEvent(
+                len(self._members), replica, first_number, shape, np.asarray(starts_ns), np.asarray(ends_ns), cohort,
+                first_step, running, waiting, np.broadcast_to(free_blocks_each, steps), host_before_ns, host_after_ns,
+                np.broadcast_to(device_ns_each, steps), np.broadcast_to(inside, steps), planned_ns, stages_ns,
+            )
+        )  # fmt: skip
+        self._leapt += steps
+        if self._leapt >= self._part_rows:
+            self._flush_iterations()
+
+    def cohort_times(self, replica: int, cohort: int, times_ns: array[int] | Sequence[Ns] | NDArray[np.int64]) -> None:
+        """The token times of one cohort, one per step from step 0; once per cohort, when it dies or at the end.
+
+        The times are copied, so the caller may go on using its own list.
+        """
+        import numpy as np
+
+        if not len(times_ns):
+            return
+        self._cohorts.append((replica, cohort, np.array(times_ns, dtype=np.int64)))
+        self._token_rows += len(times_ns)
+        if self._token_rows >= self._part_rows:
+            self._flush_tokens()
+
+    def request(
+        self,
+        request: Request,
+        replica: int,
+        status: str,
+        reason: str,
+        output_tokens: int,
+        admitted_ns: Ns,
+        first_token_ns: Ns,
+        finished_ns: Ns,
+        preemptions: int,
+        cached_tokens: int,
+        segments: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """The end of one request, whatever end it was; once per request of the trace. -1 ns = never.
+
+        segments: (cohort, from_step, to_step), half-open and in order: its token times are those of the cohorts.
+        """
+        if status not in STATUSES:
+            raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
+        self._requests.append(
+            (
+                request, replica, status, reason, output_tokens, admitted_ns, first_token_ns, finished_ns, preemptions,
+                cached_tokens, segments,
+            )
+        )  # fmt: skip
+
+    def tables(self) -> RunTables:
+        """The tables of the run. Ends the recording: a second call raises MetricsError."""
+        from metrics.columnar import request_tables
+        from metrics.tables import RunTables
+
+        if self._done:
+            raise MetricsError("recorder: found a second call of tables(), expected one at the end of the run")
+        self._done = True
+        self._flush_iterations()
+        self._flush_tokens()
+        requests, segments = request_tables(self._requests)
+        self._requests.clear()
+        return RunTables({"requests": requests, "segments": segments, **self._sink.close()})
+
+    def _flush_iterations(self) -> None:
+        from metrics.columnar import iteration_tables
+
+        if not self._members and not self._leaps:
+            return
+        iterations, stages = iteration_tables(self._numbers, self._members, self._leaps)
+        self._numbers.clear()
+        self._members.clear()
+        self._leaps.clear()
+        self._leapt = 0
+        self._sink.write("iterations", iterations)
+        self._sink.write("stages", stages)
+
+    def _flush_tokens(self) -> None:
+        from metrics.columnar import token_table
+
+        if self._cohorts:
+            self._sink.write("tokens", token_table(self._cohorts))
+            self._cohorts.clear()
+            self._token_rows = 0
+
+
+_STREAMED = ("iterations", "stages", "tokens")
+
+
+class _MemorySink:
+    """Parts as Arrow tables in memory, joined without a copy."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Any]] = {name: [] for name in _STREAMED}
+
+    def write(self, table: str, part: Any) -> None:
+        self._parts[table].append(part)
+
+    def close(self) -> dict[str, Any]:
+        import pyarrow as pa
+
+        from metrics.columns import schema
+
+        return {
+            name: pa.concat_tables(parts) if parts else schema(name).empty_table()
+            for name, parts in self._parts.items()
+        }
+
+
+_ROW_GROUP_ROWS = 65_536
+
+
+class _ParquetSink:
+    """Parts gathered into row groups of one parquet file per table."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise MetricsError(f"{folder}: found no such folder, expected a scratch folder to stream the run into")
+        self._folder = folder
+        self._writers: dict[str, Any] = {}
+        self._pending: dict[str, list[Any]] = {name: [] for name in _STREAMED}
+
+    def write(self, table: str, part: Any) -> None:
+        pending = self._pending[table]
+        pending.append(part)
+        if sum(len(held) for held in pending) >= _ROW_GROUP_ROWS:
+            self._write_row_group(table)
+
+    def close(self) -> dict[str, Any]:
+        from metrics.columns import schema
+
+        tables: dict[str, Any] = {}
+        for name, pending in self._pending.items():
+            if pending:
+                self._write_row_group(name)
+            if name in self._writers:
+                self._writers[name].close()
+                tables[name] = self._folder / f"{name}.parquet"
+            else:
+                tables[name] = schema(name).empty_table()
+        return tables
+
+    def _write_row_group(self, table: str) -> None:
+        import pyarrow as pa
+
+        from metrics.run_folder import parquet_writer
+
+        if table not in self._writers:
+            self._writers[table] = parquet_writer(self._folder / f"{table}.parquet", table)
+        self._writers[table].write_table(pa.concat_tables(self._pending[table]))
+        self._pending[table].clear()

@@ -1,0 +1,47 @@
+"""Stall-free chunked prefill: decodes never wait, prompts fill what the token budget leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.draft import Draft
+from policies.host import Host
+from policies.ledger import KVView
+from policies.policy import MemoryRule, Policy, knob
+from policies.queues import Queues
+from policies.request import Ns
+
+
+@dataclass(frozen=True)
+class Chunked(Policy):
+    """All decodes, then running partial prompts, then new ones, within the token budget; a prompt's KV is reserved
+    on admission."""
+
+    chunk_size: int = knob(512, "tokens of one batch; decodes count one each, prompts get the rest", least=1)
+
+    repeats: ClassVar[bool] = True
+    paper: ClassVar[str] = "Sarathi-Serve (OSDI 2024), Algorithm 3"
+    memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
+
+    def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
+        cohorts, partial = queues.cohorts, queues.partial
+        # In a pipeline every micro-batch takes its share of the decodes, not all that happen to be free.
+        share = -(-queues.num_running // host.micro_batches)
+        left = self.chunk_size
+        for cohort in cohorts:
+            granted = 0
+            while cohort.size and share > 0 and not (granted := draft.decode(cohort, share)):
+                if draft.preempt() is None:
+                    return
+            share -= granted
+            left -= granted
+        for prompt in partial:
+            if left > 0 and prompt.context:
+                left -= draft.chunk(prompt, left)
+        while left > 0 and queues.waiting and not draft.preempted:
+            head = queues.waiting[0]
+            granted = draft.admit(head, left, reserve=head.known)
+            if not granted:
+                break
+            left -= granted

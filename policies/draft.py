@@ -1,0 +1,228 @@
+"""The plan being written. A policy asks, the draft grants or refuses.
+
+Budget, sequence slots, watermark, prefix hits, block reservation and the undoing of a victim's grant live here once,
+so that a policy is nothing but the order in which it asks. A grant reserves its blocks at once, a refusal none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies.batch import BatchShape, Chunk, Decodes
+from policies.cohort import Cohort
+from policies.errors import PolicyError
+from policies.request import Ns
+from policies.track import Track
+
+if TYPE_CHECKING:
+    from policies.scheduler import Scheduler
+
+UNLIMITED = 1 << 60
+
+
+class Draft:
+    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far."""
+
+    __slots__ = (
+        "_scheduler", "alarm_ns", "budget_left", "cached_tokens", "dummy_tokens", "now_ns", "parts", "preempted",
+    )  # fmt: skip
+
+    def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
+        self._scheduler = scheduler
+        self.now_ns = now_ns
+        self.budget_left = scheduler.token_budget
+        self.parts: list[Chunk | Decodes] = []
+        self.preempted: list[Track] = []
+        self.dummy_tokens = 0
+        self.cached_tokens = 0
+        self.alarm_ns: Ns | None = None
+
+    # What a policy may ask for
+
+    def decode(self, cohort: Cohort, at_most: int | None = None) -> int:
+        """Decode one token for the members of `cohort`; returns how many were granted.
+
+        `at_most`, or a budget smaller than the cohort, splits off the first so many in admission order: `cohort` then
+        names these, the rest stand by as a cohort of their own. 0 means that blocks are short (or nothing is left to
+        grant); nothing is reserved then.
+        """
+        scheduler = self._scheduler
+        if cohort.planned != len(cohort.times):
+            self._refuse_if_not_chased(cohort)
+        size = cohort.size
+        most = self.budget_left if at_most is None else min(at_most, self.budget_left)
+        if most <= 0 or not size:
+            return 0
+        if size > most:
+            scheduler.split(cohort, most)
+            size = cohort.size
+        ledger = scheduler.ledger
+        if cohort.growth > ledger.free_blocks:
+            return 0
+        step, total, deepest = cohort.planned, cohort.context_total, cohort.context_max
+        growing = cohort.advance()
+        if growing:
+            ledger.grow(growing)
+        self.budget_left -= size
+        self.parts.append(Decodes(cohort, step, size, total, deepest))
+        return size
+
+    def chunk(self, track: Track, tokens: int) -> int:
+        """Prefill up to `tokens` more of a running prompt; returns the tokens granted, 0 if blocks are short."""
+        if track.cohort is not None or track.order < 0 or track.closing:
+            raise PolicyError(f"request {track.request.id} is {track.status} and has no prompt left to prefill")
+        prefix = track.own_context
+        granted = min(tokens, track.own_known - prefix, self.budget_left)
+        if granted <= 0:
+            return 0
+        ledger = self._scheduler.ledger
+        needed = ledger.blocks_for(prefix + granted) - track.blocks
+        if needed > ledger.free_blocks:
+            return 0
+        self._grant_chunk(track, granted, prefix)
+        return granted
+
+    def admit(self, track: Track, tokens: int, *, reserve: int = 0, must_fit: int = 0) -> int:
+        """Start a waiting request with up to `tokens` tokens of its prompt; returns the tokens granted.
+
+        A prefix hit comes first and costs no budget. `reserve`: blocks for so many tokens are taken at once.
+        `must_fit`: so many tokens must find free blocks now, but only the chunk's are taken. Refused (0) when slots,
+        budget or blocks are short, or when the watermark would be crossed.
+        """
+        scheduler = self._scheduler
+        if track.order >= 0:
+            raise PolicyError(f"request {track.request.id} is {track.status}, not waiting")
+        queues = scheduler.queues
+        if queues.num_running >= scheduler.max_num_seqs:
+            return 0
+        ledger = scheduler.ledger
+        cached = max(ledger.cached_tokens(track), track.computed)
+        granted = min(tokens, track.own_known - cached, self.budget_left)
+        if granted <= 0:
+            return 0
+        taken = max(cached + granted, reserve)
+        needed = ledger.admission_blocks(track, cached, max(taken, must_fit))
+        if needed > ledger.free_blocks - scheduler.watermark_blocks:
+            return 0
+        scheduler.start(track, cached, self.now_ns)
+        ledger.admit(track, cached)
+        ledger.extend(track, taken)
+        self.cached_tokens += cached
+        self._grant_chunk(track, granted, cached)
+        return granted
+
+    def preempt(self, track: Track | None = None) -> Track | None:
+        """Stop a running request, by default the last admitted: its blocks are freed, it waits in front of the queue
+        and recomputes prompt and output so far. A grant that this plan made to it is undone. None: nobody is left.
+        """
+        scheduler = self._scheduler
+        if track is None:
+            track = scheduler.last_admitted()
+            if track is None:
+                return None
+        if track.order < 0 or track.closing:
+            raise PolicyError(f"request {track.request.id} is {track.status}, not running: it cannot be preempted")
+        at = self._grant_to(track)
+        cohort = track.cohort
+        context = track.context
+        if at is not None and cohort is None:
+            self._undo_chunk(at)
+        scheduler.stop(track)
+        if at is not None and cohort is not None:
+            self._undo_decode(at, cohort, context - 1)
+        self.preempted.append(track)
+        return track
+
+    def pad(self, multiple: int) -> int:
+        """Fill the batch with dummy tokens to a whole number of `multiple` rows; returns how many were added."""
+        rows = self.tokens
+        self.dummy_tokens = -rows % multiple if rows else 0
+        return self.dummy_tokens
+
+    def wait_until(self, at_ns: Ns) -> None:
+        """Ask for the next plan at `at_ns` at the latest, even if nothing arrives or ends before."""
+        if self.alarm_ns is None or at_ns < self.alarm_ns:
+            self.alarm_ns = at_ns
+
+    @property
+    def tokens(self) -> int:
+        """Useful tokens granted so far."""
+        return sum([part.tokens if isinstance(part, Chunk) else part.size for part in self.parts])
+
+    @property
+    def decodes(self) -> int:
+        """Decodes granted so far."""
+        return sum([part.size for part in self.parts if isinstance(part, Decodes)])
+
+    @property
+    def shape(self) -> BatchShape:
+        """The batch as it stands, for `host.estimate_ns`."""
+        chunks = []
+        decodes = total = deepest = sampled = 0
+        for part in self.parts:
+            if isinstance(part, Decodes):
+                decodes += part.size
+                total += part.context_total
+                if part.context_max > deepest:
+                    deepest = part.context_max
+            else:
+                chunks.append((part.tokens, part.prefix))
+                sampled += part.samples
+        return BatchShape(tuple(chunks), decodes, total, deepest, self.dummy_tokens, decodes + sampled)
+
+    # How grants are booked and undone
+
+    def _refuse_if_not_chased(self, cohort: Cohort) -> None:
+        scheduler = self._scheduler
+        granted_here = any(isinstance(part, Decodes) and part.cohort is cohort for part in self.parts)
+        if granted_here or not scheduler.host.chase_decodes:
+            raise PolicyError(
+                "a cohort was granted twice in one plan"
+                if granted_here
+                else "a cohort in flight cannot be decoded again: this host does not chase decodes"
+            )
+
+    def _grant_chunk(self, track: Track, tokens: int, prefix: int) -> None:
+        scheduler = self._scheduler
+        context = prefix + tokens
+        scheduler.ledger.extend(track, context)
+        scheduler.ledger.computed(track, context)
+        track.own_context = context
+        track.chunks_in_flight += 1
+        scheduler.queues.prefill_tokens -= tokens
+        self.budget_left -= tokens
+        self.parts.append(Chunk(track, tokens, prefix, context == track.own_known))
+
+    def _grant_to(self, track: Track) -> int | None:
+        """Index of the part that this plan granted to a track."""
+        cohort = track.cohort
+        for at, part in enumerate(self.parts):
+            if (part.cohort is cohort) if isinstance(part, Decodes) else (part.track is track):
+                return at
+        return None
+
+    def _undo_chunk(self, at: int) -> None:
+        part = self.parts.pop(at)
+        assert isinstance(part, Chunk)
+        track, tokens, prefix, _ = part
+        self.budget_left += tokens
+        self._scheduler.queues.prefill_tokens += tokens
+        track.chunks_in_flight -= 1
+        track.own_context = prefix
+
+    def _undo_decode(self, at: int, cohort: Cohort, context: int) -> None:
+        """A member of a granted cohort has left it: shrink the grant. `context`: its context before the step."""
+        part = self.parts[at]
+        assert isinstance(part, Decodes)
+        self.budget_left += 1
+        # Nobody runs that step yet, so its token was neither promised nor lost.
+        self._scheduler.queues.decode_tokens_promised -= 1
+        left = cohort.lost.pop(part.step) - 1
+        if left:
+            cohort.lost[part.step] = left
+        if not cohort.size:
+            cohort.planned = part.step
+            del self.parts[at]
+            return
+        deepest = part.context_max if context < part.context_max else cohort.context_max - 1
+        self.parts[at] = Decodes(cohort, part.step, part.size - 1, part.context_total - context, deepest)

@@ -1,0 +1,120 @@
+"""The KV ledger: who holds how many blocks. Two implementations behind one interface, tested against each other.
+
+`CountingLedger` keeps numbers and is what a simulation without prefix sharing needs. `BlockLedger` (block_ledger.py)
+hands out block ids; executor, prefix cache and parity need those. Both grant or refuse identically.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+from typing import Protocol
+
+from policies.errors import PolicyError
+from policies.track import Track
+
+
+class KVView(Protocol):
+    """The ledger as a policy sees it.
+
+    total_blocks, free_blocks: blocks of `block_size` tokens. slots: requests of the longest allowed length that fit
+    at once, B = floor((M_G - M_S) / (L * m_kv)) (SARATHI, Sec. 4.3.1). longest: that length L in tokens, 0 if unknown.
+    """
+
+    block_size: int
+    total_blocks: int
+    slots: int
+    longest: int
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    def blocks_for(self, tokens: int) -> int: ...
+
+    def cached_tokens(self, track: Track) -> int:
+        """Tokens of the longest prefix hit: whole blocks, at most `track.known` - 1."""
+        ...
+
+
+class KVLedger(KVView, Protocol):
+    """What draft and scheduler ask of a ledger, beyond what policies see."""
+
+    def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
+        """Free blocks used up if `track` held blocks for `tokens` tokens, `cached` of them being a prefix hit."""
+        ...
+
+    def admit(self, track: Track, cached: int) -> None:
+        """Give a waiting track the blocks of its prefix hit."""
+        ...
+
+    def extend(self, track: Track, tokens: int) -> None:
+        """Let a track that is in no cohort hold blocks for `tokens` tokens in all."""
+        ...
+
+    def grow(self, tracks: Collection[Track]) -> None:
+        """One more block for each of these cohort members."""
+        ...
+
+    def computed(self, track: Track, tokens: int) -> None:
+        """A batch now planned computes a prompt up to its first `tokens` tokens: their full blocks may be shared."""
+        ...
+
+    def release(self, track: Track) -> None:
+        """Take back everything from a track that is in no cohort; its context says how much of it is computed."""
+        ...
+
+    def take_new_blocks(self) -> list[tuple[int, int, int]]:
+        """(request id, table index, block id) handed out since the last call; empty for a counting ledger."""
+        ...
+
+    def table(self, track: Track) -> array[int]:
+        """Block ids of a running track, in order."""
+        ...
+
+
+class CountingLedger:
+    """Counts blocks; no ids, no sharing. `slots` follows from the longest allowed request."""
+
+    def __init__(self, total_blocks: int, block_size: int, longest: int = 0) -> None:
+        if total_blocks < 1 or block_size < 1:
+            raise PolicyError(f"KV pool: found {total_blocks} blocks of {block_size} tokens, expected at least 1 of 1")
+        self.block_size = block_size
+        self.total_blocks = total_blocks
+        self.free_blocks = total_blocks
+        self.longest = longest
+        self.slots = total_blocks // max(1, self.blocks_for(longest))
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def cached_tokens(self, track: Track) -> int:
+        return 0
+
+    def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def admit(self, track: Track, cached: int) -> None:
+        track.blocks = -(-cached // self.block_size)
+        self.free_blocks -= track.blocks
+
+    def extend(self, track: Track, tokens: int) -> None:
+        blocks = -(-tokens // self.block_size)
+        if blocks > track.blocks:
+            self.free_blocks -= blocks - track.blocks
+            track.blocks = blocks
+
+    def grow(self, tracks: Collection[Track]) -> None:
+        self.free_blocks -= len(tracks)
+
+    def computed(self, track: Track, tokens: int) -> None:
+        return
+
+    def release(self, track: Track) -> None:
+        self.free_blocks += track.blocks
+        track.blocks = 0
+
+    def take_new_blocks(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def table(self, track: Track) -> array[int]:
+        raise PolicyError("a counting ledger has no block tables: use the by-id ledger")

@@ -1,0 +1,48 @@
+"""Prefill first: whole waiting prompts run before any decode continues (vLLM before V1, Orca's successors).
+
+Throughput loves it, decodes stall behind it: that is the generation stall that chunked prefills remove.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.draft import Draft
+from policies.host import Host
+from policies.ledger import KVView
+from policies.policy import MemoryRule, Policy, knob
+from policies.queues import Queues
+from policies.request import Ns
+
+
+@dataclass(frozen=True)
+class PrefillPriority(Policy):
+    """Whole waiting prompts first, up to the token budget; only when none can start, every decode runs."""
+
+    max_prompts: int = knob(0, "most prompts in one prefill batch; 0 for no limit but the token budget", least=0)
+
+    repeats: ClassVar[bool] = True
+    paper: ClassVar[str] = "vLLM (SOSP 2023), Sec. 4.5, scheduler before V1"
+    memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
+
+    def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
+        prompts = 0
+        while queues.waiting and not (self.max_prompts and prompts >= self.max_prompts):
+            head = queues.waiting[0]
+            whole = head.known - kv.cached_tokens(head)
+            if whole > draft.budget_left or not draft.admit(head, whole):
+                break
+            prompts += 1
+        if prompts:
+            return
+        share = -(-queues.num_running // host.micro_batches)
+        for cohort in queues.cohorts:
+            granted = 0
+            while cohort.size and share > 0 and not (granted := draft.decode(cohort, share)):
+                if draft.preempt() is None:
+                    return
+            share -= granted
+
+    def default_token_budget(self, max_model_len: int) -> int | None:
+        return max(2048, max_model_len)

@@ -1,0 +1,161 @@
+"""One registry of policies: built in, from other packages (entry point group `charioteer.policies`), or from a file.
+
+A policy is named by its module here (`chunked`), by its entry point, or as `path/to/file.py:ClassName`. A file is run
+only when it is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from policies.errors import PolicyError
+from policies.policy import Policy
+
+BUILT_IN: Mapping[str, str] = {
+    "prefill_priority": "policies.prefill_priority:PrefillPriority",
+    "chunked": "policies.chunked:Chunked",
+    "decode_maximal": "policies.decode_maximal:DecodeMaximal",
+    "dynamic_chunk": "policies.dynamic_chunk:DynamicChunk",
+    "vllm_v1": "policies.vllm_v1:VllmV1",
+}
+
+ENTRY_POINT_GROUP = "charioteer.policies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Knob:
+    """One knob of a policy: its name, type, default and what it is for."""
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+
+def policy_names() -> list[str]:
+    """Built-in policies in the order of their history, then those of other packages."""
+    others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+    return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The class behind a name or `file.py:ClassName`; PolicyError says what is near if there is none."""
+    if name in BUILT_IN:
+        module, _, cls = BUILT_IN[name].partition(":")
+        return _checked(getattr(importlib.import_module(module), cls), name)
+    path, colon, cls = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _checked(_from_file(Path(path), cls), name)
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if point.name == name:
+            return _checked(point.load(), name)
+    near = difflib.get_close_matches(name, policy_names(), n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise PolicyError(
+        f"policy: found {name!r}, expected one of {', '.join(policy_names())}, or path/to/file.py:ClassName{hint}"
+    )
+
+
+def knobs_of(cls: type[Policy]) -> dict[str, Knob]:
+    """The knobs of a policy class, by name."""
+    hints = get_type_hints(cls)
+    knobs = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        default = field.default if field.default is not dataclasses.MISSING else None
+        meta = field.metadata
+        knobs[field.name] = Knob(
+            field.name, hints.get(field.name, type(default)), default, meta.get("help", ""), meta.get("least"),
+            meta.get("most"), tuple(meta.get("choices", ())),
+        )  # fmt: skip
+    return knobs
+
+
+def make_policy(name: str, knobs: Mapping[str, Any] | None = None) -> Policy:
+    """A policy from its name and knobs (values may be text, as a command line gives them).
+
+    PolicyError for a knob that the policy does not have, a value of the wrong type or outside its range.
+    """
+    cls = policy_class(name)
+    known = knobs_of(cls)
+    values = {}
+    for key, value in (knobs or {}).items():
+        knob = known.get(key.replace("-", "_"))
+        if knob is None:
+            has = ", ".join(known) or "none"
+            raise PolicyError(f"policy {name} has no knob {key!r}; its knobs: {has}")
+        values[knob.name] = _value(name, knob, value)
+    return cls(**values)
+
+
+def _value(policy: str, knob: Knob, value: Any) -> Any:
+    wanted = knob.type
+    text = str(value).strip()
+    try:
+        if wanted is bool:
+            converted: Any = {"true": True, "1": True, "yes": True, "on": True}.get(text.lower())
+            if converted is None:
+                converted = {"false": False, "0": False, "no": False, "off": False}[text.lower()]
+        elif wanted is int:
+            converted = int(text) if not isinstance(value, float) else _whole(value)
+        elif wanted is float:
+            converted = float(text)
+        else:
+            converted = text if isinstance(value, str) or wanted is str else value
+    except (ValueError, KeyError):
+        raise PolicyError(
+            f"policy {policy}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
+        ) from None
+    if knob.choices and converted not in knob.choices:
+        raise PolicyError(
+            f"policy {policy}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
+        )
+    if isinstance(converted, int | float) and not isinstance(converted, bool):
+        if converted != converted or (knob.least is not None and converted < knob.least):
+            raise PolicyError(f"policy {policy}, knob {knob.name}: found {converted}, expected at least {knob.least}")
+        if knob.most is not None and converted > knob.most:
+            raise PolicyError(f"policy {policy}, knob {knob.name}: found {converted}, expected at most {knob.most}")
+    return converted
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError(value)
+    return int(value)
+
+
+def _from_file(path: Path, cls: str) -> Any:
+    if not path.is_file():
+        raise PolicyError(f"policy file {path}: no such file")
+    module_name = f"charioteer_user_policy_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise PolicyError(f"policy file {path}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PolicyError(f"policy file {path}: {type(error).__name__}: {error}") from error
+    if not hasattr(module, cls):
+        raise PolicyError(f"policy file {path}: found no class {cls!r} in it")
+    return getattr(module, cls)
+
+
+def _checked(cls: Any, name: str) -> type[Policy]:
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and callable(getattr(cls, "plan", None))):
+        raise PolicyError(f"policy {name}: expected a frozen dataclass with a plan() method")
+    if not issubclass(cls, Policy):
+        raise PolicyError(f"policy {name}: expected a subclass of policies.Policy")
+    return cls

@@ -1,0 +1,485 @@
+"""The scheduler that simulator and executor share: it keeps the books, the policy decides.
+
+A batch has two moments. `plan` advances contexts and takes blocks; `complete` delivers tokens and frees blocks. Between
+them it is in flight; how far planning may run ahead is the host's setting, so pipelines, asynchronous scheduling and
+vLLM V1's chasing chunks are one mechanism. Stages run batches in plan order, so blocks given up at plan time may be
+used by a later batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from policies.batch import Batch, BatchShape, Chunk, Decodes
+from policies.cohort import Cohort
+from policies.draft import UNLIMITED, Draft
+from policies.errors import PolicyError
+from policies.host import Host
+from policies.ledger import KVLedger
+from policies.policy import Policy
+from policies.queues import Queues
+from policies.request import Ns, Request
+from policies.track import Track
+
+
+class Outcome(NamedTuple):
+    """What one completed batch delivered.
+
+    gaps: (time since the previous token, how many requests saw it). A resumed request's stall is a gap of its own; a
+    token dropped by preemption in flight is none. Always: sum of the counts + len(first_tokens) == tokens delivered.
+    """
+
+    first_tokens: Sequence[Track]
+    finished: Sequence[Track]
+    gaps: Sequence[tuple[Ns, int]]
+
+
+class Scheduler:
+    """One engine's queues, ledger and policy.
+
+    token_budget: most tokens of one batch, None for no limit. max_num_seqs: most requests admitted at once.
+    max_model_len: longest prompt + declared output; a longer request is rejected. watermark: share of the pool that
+    admission leaves free (by default as the policy's memory rule says).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ledger: KVLedger,
+        host: Host | None = None,
+        *,
+        token_budget: int | None = None,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        watermark: float | None = None,
+    ) -> None:
+        self.policy = policy
+        self.ledger = ledger
+        self.host = host if host is not None else Host()
+        self.token_budget = UNLIMITED if token_budget is None else token_budget
+        self.max_num_seqs = UNLIMITED if max_num_seqs is None else max_num_seqs
+        self.max_model_len = UNLIMITED if max_model_len is None else max_model_len
+        for name, value in (("token_budget", self.token_budget), ("max_num_seqs", self.max_num_seqs)):
+            if value < 1:
+                raise PolicyError(f"{name}: found {value}, expected at least 1")
+        share = policy.memory.watermark if watermark is None else watermark
+        self.watermark_blocks = ceil(share * ledger.total_blocks)
+        self.queues = Queues(self.host)
+        self.alarm_ns: Ns | None = None
+        self.tracks: dict[int, Track] = {}
+        self.preemptions = 0
+        self._retired: list[Cohort] = []
+        self._admissions = 0
+        self._cohorts = 0
+        self._batches = 0
+
+    # Requests come and go
+
+    def add(
+        self, request: Request, now_ns: Ns, *, ends_after: int | None = None, computed: int = 0, produced: int = 0
+    ) -> Track:
+        """Queue a request. Its track's status is "rejected" (with a reason) if it could never run here.
+
+        ends_after: the oracle's output length; None where only the model knows (the declared limit then holds).
+        computed: prompt tokens whose KV is handed over with it; produced: output tokens delivered elsewhere.
+        """
+        if request.id in self.tracks:
+            raise PolicyError(f"request {request.id} was added twice")
+        track = Track(request, request.max_output_tokens if ends_after is None else ends_after, computed, produced)
+        if produced:
+            track.first_token_ns = track.last_token_ns = now_ns
+        reason = self._why_not(request)
+        if reason:
+            track.status, track.reason, track.finished_ns = "rejected", reason, now_ns
+            return track
+        self.tracks[request.id] = track
+        queues = self.queues
+        queues.waiting.append(track)
+        queues.prefill_tokens += self._unplanned(track)
+        queues.decode_tokens_promised += track.limit_after - produced
+        return track
+
+    def withdraw(self, ids: Sequence[int], reason: str, now_ns: Ns = 0, *, status: str = "aborted") -> list[Track]:
+        """Take requests out, wherever they are: client gone, failure, hand-over. Tokens in flight are dropped."""
+        gone = []
+        for request_id in ids:
+            track = self.tracks.pop(request_id, None)
+            if track is None:
+                continue
+            unplanned = self._unplanned(track)
+            if track.order < 0:
+                self.queues.waiting.remove(track)
+            else:
+                self._vacate(track)
+            self._forget(track, unplanned)
+            track.status, track.reason, track.finished_ns = status, reason, now_ns
+            gone.append(track)
+        return gone
+
+    def reject_stuck(self, now_ns: Ns) -> Track | None:
+        """End the head of the queue: nothing is in flight, no alarm is set, and the policy still plans nothing.
+
+        It is rejected, or failed if it has delivered tokens already (it cannot come back after a preemption).
+        """
+        queues = self.queues
+        if queues.in_flight_batches or self.alarm_ns is not None or not queues.waiting:
+            return None
+        head = queues.waiting[0]
+        reason = f"{type(self.policy).__name__} cannot start it on an idle engine ({self._needs(head)})"
+        self.withdraw([head.request.id], reason, now_ns, status="failed" if head.produced else "rejected")
+        return head
+
+    def _why_not(self, request: Request) -> str:
+        length = request.prompt_tokens + request.max_output_tokens
+        if length > self.max_model_len:
+            return f"prompt + output limit = {length} tokens, more than the longest allowed {self.max_model_len}"
+        ledger = self.ledger
+        # The last token's key and value are never stored.
+        needed = ledger.blocks_for(length - 1)
+        usable = ledger.total_blocks - self.watermark_blocks
+        if needed > usable:
+            return f"needs {needed} KV blocks, the pool has {usable}"
+        return ""
+
+    def _needs(self, track: Track) -> str:
+        ledger = self.ledger
+        return (
+            f"{track.own_known} tokens, token budget {self.token_budget if self.token_budget < UNLIMITED else 'none'}, "
+            f"{ledger.blocks_for(track.own_known)} KV blocks of {ledger.free_blocks} free"
+        )
+
+    # The two moments of a batch
+
+    def plan(self, now_ns: Ns) -> Batch | None:
+        """Let the policy write the next batch. None: nothing to run now (see `alarm_ns`, `reject_stuck`)."""
+        queues = self.queues
+        if self.host.chase_decodes and queues.in_flight_batches:
+            self._set_exhausted_aside()
+        while True:
+            draft = Draft(self, now_ns)
+            self.policy.plan(queues, draft, self.ledger, self.host, now_ns)
+            # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
+            if draft.parts or not draft.preempted:
+                break
+        self.alarm_ns = draft.alarm_ns
+        if not draft.parts:
+            return None
+        return self._commit(draft)
+
+    def _commit(self, draft: Draft) -> Batch:
+        parts = draft.parts
+        number = self._batches
+        self._batches = number + 1
+        queues = self.queues
+        queues.in_flight_batches += 1
+        if len(parts) == 1:
+            part = parts[0]
+            if isinstance(part, Decodes) and not draft.dummy_tokens:
+                cohort, step, size, total, deepest = part
+                queues.decode_tokens_promised -= size
+                return Batch(
+                    number, draft.now_ns, parts, BatchShape((), size, total, deepest, 0, size), draft.preempted,
+                    self.ledger.take_new_blocks(), 0, [], [(cohort, step)],
+                )  # fmt: skip
+        batch = Batch(
+            number, draft.now_ns, parts, draft.shape, draft.preempted, self.ledger.take_new_blocks(),
+            draft.cached_tokens,
+        )  # fmt: skip
+        queues.decode_tokens_promised -= batch.shape.sampled
+        grown = batch.grown
+        for part in parts:
+            if isinstance(part, Decodes):
+                grown.append((part.cohort, part.step))
+        for part in parts:
+            if isinstance(part, Chunk) and part.samples:
+                self._join(part.track, batch)
+        return batch
+
+    def complete(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Outcome:
+        """The last stage is done with `batch`: deliver its tokens, end who is done, free their blocks.
+
+        stopped: ids of requests whose token in this batch ended them (a stop token was sampled).
+        """
+        queues = self.queues
+        queues.in_flight_batches -= 1
+        gaps: list[tuple[Ns, int]] = []
+        finished: list[Track] = []
+        first_tokens: list[Track] = []
+        parts = batch.parts
+        for part in parts:
+            if isinstance(part, Decodes):
+                cohort = part.cohort
+                received = part.size
+                if cohort.lost:
+                    received -= cohort.lost.pop(part.step, 0)
+                if received:
+                    gaps.append((now_ns - cohort.times[-1], received))
+            else:
+                part.track.chunks_in_flight -= 1
+        for cohort, step in batch.grown:
+            done = cohort.complete(now_ns)
+            assert done == step, "batches complete in plan order"
+            finished.extend(cohort.ending())
+            if cohort.closing:
+                finished.extend(cohort.closing.pop(done + 1, ()))
+        for track, epoch in batch.joins:
+            if track.epoch != epoch:
+                continue
+            if track.first_token_ns < 0:
+                track.first_token_ns = now_ns
+                first_tokens.append(track)
+            else:
+                gaps.append((now_ns - track.last_token_ns, 1))
+        if stopped:
+            for request_id in stopped:
+                ended = self.tracks.get(request_id)
+                if ended is not None and ended not in finished:
+                    finished.append(ended)
+        for track in finished:
+            self._finish(track, now_ns)
+        if len(batch.grown) > 1:
+            self._merge([cohort for cohort, _ in batch.grown])
+        return Outcome(first_tokens, finished, gaps)
+
+    # Equal iterations
+
+    def quiet_steps(self, batch: Batch) -> int:
+        """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
+        if not self.policy.repeats or len(batch.parts) != 1 or batch.preempted or batch.shape.dummy_tokens:
+            return 0
+        part = batch.parts[0]
+        if isinstance(part, Chunk) or self.queues.in_flight_batches != 1 or self.alarm_ns is not None:
+            return 0
+        cohort = part.cohort
+        if part.size != cohort.size or self.host.chase_decodes or len(self.queues.parts) != 1:
+            return 0
+        steps = cohort.steps_to_next_end()
+        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> None:
+        """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.
+
+        Exactly what that many calls of complete(batch, end) and plan(end) would do; `batch` is then the last of them,
+        in flight.
+        """
+        steps = len(ends_ns)
+        part = batch.parts[0]
+        assert isinstance(part, Decodes)
+        cohort = part.cohort
+        ledger = self.ledger
+        for _ in range(steps):
+            growing = cohort.advance()
+            if growing:
+                ledger.grow(growing)
+        cohort.times.extend(ends_ns)
+        size = part.size
+        batch.number += steps
+        self._batches += steps
+        batch.planned_ns = ends_ns[-1]
+        batch.new_blocks = ledger.take_new_blocks()
+        moved = Decodes(
+            cohort, part.step + steps, size, part.context_total + steps * size, part.context_max + steps
+        )
+        batch.parts = [moved]
+        batch.grown = [(cohort, moved.step)]
+        batch.shape = BatchShape((), size, moved.context_total, moved.context_max, 0, size)
+        self.queues.decode_tokens_promised -= steps * size
+
+    # Books kept for the draft
+
+    def start(self, track: Track, cached: int, now_ns: Ns) -> None:
+        """Move a waiting track to the running ones, its first `cached` tokens being there already."""
+        queues = self.queues
+        waiting = queues.waiting
+        if waiting[0] is track:
+            waiting.popleft()
+        else:
+            waiting.remove(track)
+        track.order = self._admissions
+        self._admissions += 1
+        track.status = "running"
+        if track.admitted_ns < 0:
+            track.admitted_ns = now_ns
+        track.own_context = cached
+        track.cached_total += cached - track.computed
+        queues.prefill_tokens -= cached - track.computed
+        queues.num_running += 1
+        queues.parts.append(track)
+
+    def stop(self, track: Track) -> None:
+        """Preempt a running track: back to the front of the queue, to recompute everything."""
+        queues = self.queues
+        unplanned = self._unplanned(track)
+        self._vacate(track)
+        track.computed = 0
+        track.own_context = 0
+        track.status = "waiting"
+        track.preemptions += 1
+        self.preemptions += 1
+        queues.prefill_tokens += track.own_known - unplanned
+        queues.waiting.appendleft(track)
+
+    def last_admitted(self) -> Track | None:
+        """The running track with the highest admission number, in flight or not."""
+        latest: Track | None = None
+        for part in self.queues.parts:
+            if isinstance(part, Track):
+                last = part
+            elif part.size:
+                last = part.last_admitted
+            else:
+                continue
+            if latest is None or last.order > latest.order:
+                latest = last
+        return latest
+
+    def split(self, cohort: Cohort, first: int) -> None:
+        """Keep the first members in admission order in `cohort`; the rest stand by as a cohort right after it."""
+        if cohort.in_flight:
+            raise PolicyError("a cohort in flight cannot be split: give asynchronous scheduling a larger token budget")
+        rest = self._new_cohort()
+        # Its clock starts at the token that all of them had last; no segment claims that step.
+        rest.times.append(cohort.times[-1])
+        rest.planned = 1
+        for track in list(cohort.members())[first:]:
+            cohort.leave(track)
+            rest.join(track, 1, 1)
+        parts = self.queues.parts
+        parts.insert(parts.index(cohort) + 1, rest)
+
+    def take_retired(self) -> list[Cohort]:
+        """Cohorts that died since the last call and whose token times are complete."""
+        done = [cohort for cohort in self._retired if not cohort.in_flight]
+        if done:
+            self._retired = [cohort for cohort in self._retired if cohort.in_flight]
+        return done
+
+    # Inside
+
+    def _set_exhausted_aside(self) -> None:
+        """Before cohorts in flight are planned again: members whose declared limit that flight reaches leave now.
+
+        They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
+        """
+        for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
+            for track in cohort.exhausted():
+                cohort.leave(track, deliver=True)
+                track.closing = True
+                cohort.closing.setdefault(cohort.planned, []).append(track)
+        self._drop_empty_parts()
+
+    @staticmethod
+    def _unplanned(track: Track) -> int:
+        """Tokens of a track that have to be prefilled and are not planned yet."""
+        if track.cohort is not None or track.closing:
+            return 0
+        return track.own_known - max(track.own_context, track.computed)
+
+    def _new_cohort(self) -> Cohort:
+        cohort = Cohort(self._cohorts, self.ledger.block_size)
+        self._cohorts += 1
+        return cohort
+
+    def _join(self, track: Track, batch: Batch) -> None:
+        """A prompt is complete with this batch: its track decodes from now on, in lockstep with the batch's decodes."""
+        queues = self.queues
+        parts = queues.parts
+        track.own_known = track.own_context
+        at = parts.index(track)
+        cohort: Cohort | None = None
+        candidates = {id(grown): grown for grown, _ in batch.grown}
+        if self.host.micro_batches > 1:
+            cohort = next(iter(candidates.values()), None)
+        else:
+            # Admission order is batch order: only a neighbour may take it in.
+            for neighbour in (at - 1, at + 1):
+                if 0 <= neighbour < len(parts) and id(parts[neighbour]) in candidates:
+                    cohort = candidates[id(parts[neighbour])]
+                    break
+        if cohort is None:
+            cohort = self._new_cohort()
+            cohort.planned = 1
+            parts[at] = cohort
+            batch.grown.append((cohort, 0))
+        else:
+            del parts[at]
+        cohort.join(track, cohort.planned - 1, cohort.planned)
+        batch.joins.append((track, track.epoch))
+
+    def _merge(self, cohorts: Sequence[Cohort]) -> None:
+        """Cohorts of one batch that are idle now move in lockstep from here on."""
+        parts = self.queues.parts
+        self._drop_empty_parts()
+        if self.host.micro_batches > 1:
+            idle = [cohort for cohort in cohorts if cohort.size and not cohort.in_flight]
+            for other in idle[1:]:
+                idle[0] = self._merge_two(idle[0], other)
+            return
+        at = 0
+        while at + 1 < len(parts):
+            left, right = parts[at], parts[at + 1]
+            if (
+                isinstance(left, Cohort)
+                and isinstance(right, Cohort)
+                and not left.in_flight
+                and not right.in_flight
+                and left.times[-1] == right.times[-1]
+            ):
+                self._merge_two(left, right)
+            else:
+                at += 1
+
+    def _merge_two(self, left: Cohort, right: Cohort) -> Cohort:
+        parts = self.queues.parts
+        large, small = (left, right) if left.size >= right.size else (right, left)
+        for track in list(small.members()):
+            small.leave(track)
+            large.join(track, large.planned, large.planned)
+        first, second = sorted((parts.index(left), parts.index(right)))
+        parts[first] = large
+        del parts[second]
+        self._retired.append(small)
+        return large
+
+    def _finish(self, track: Track, now_ns: Ns) -> None:
+        self._vacate(track)
+        del self.tracks[track.request.id]
+        track.last_token_ns = now_ns
+        self._forget(track, 0)
+        track.status, track.finished_ns = "finished", now_ns
+
+    def _forget(self, track: Track, lacking: int) -> None:
+        """Work that a request leaving for good will not ask for."""
+        queues = self.queues
+        queues.prefill_tokens -= lacking
+        queues.decode_tokens_promised -= track.limit_after - track.produced
+
+    def _vacate(self, track: Track) -> None:
+        """Out of the running ones: cohort or partial prompt, blocks and slot."""
+        queues = self.queues
+        cohort = track.cohort
+        if cohort is not None:
+            unreceived = cohort.planned - max(len(cohort.times), track.segment_start)
+            cohort.leave(track)
+            # Promised tokens of its flight are dropped: they are owed again.
+            queues.decode_tokens_promised += max(0, unreceived)
+            if not cohort.size:
+                self._drop_empty_parts()
+        elif not track.closing:
+            queues.parts.remove(track)
+        track.closing = False
+        self.ledger.release(track)
+        queues.num_running -= 1
+        track.order = -1
+        track.epoch += 1
+
+    def _drop_empty_parts(self) -> None:
+        parts = self.queues.parts
+        if all(not isinstance(part, Cohort) or part.size for part in parts):
+            return
+        for part in parts:
+            if isinstance(part, Cohort) and not part.size:
+                self._retired.append(part)
+        parts[:] = [part for part in parts if not isinstance(part, Cohort) or part.size]

@@ -1,0 +1,43 @@
+"""`python -m profiler`: commands are assembled from the modules named below, each with a `register(app)`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import typer
+
+from profiler.errors import ProfileError
+
+COMMAND_MODULES = (
+    "profiler.commands_specs",  # models, hardware, capacity, predict, published
+    "profiler.commands_profiles",  # import, fit, report, refine
+)
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        name="profiler",
+        help="What an iteration costs: models, GPUs, profiles and cost models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for name in COMMAND_MODULES:
+        if find_spec(name) is not None:
+            import_module(name).register(app)
+    return app
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    try:
+        build()(prog_name="python -m profiler")
+    except ProfileError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

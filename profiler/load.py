@@ -1,0 +1,78 @@
+"""One door to a cost model: names in, a CostModel out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from profiler.cost_model import CostModel
+from profiler.errors import ProfileError
+from profiler.hardware import Hardware, load_hardware
+from profiler.model_config import load_model_spec
+from profiler.model_spec import ModelSpec
+
+
+def load_cost_model(
+    model: str | Path | ModelSpec,
+    gpu: str | Path | Hardware,
+    *,
+    cost_model: str | Path = "auto",
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    layer_split: Sequence[int] | None = None,
+    **options: Any,
+) -> CostModel:
+    """The cost model of `model` on `gpu`.
+
+    model: a name, a Hugging Face folder or config.json, a TOML file, or a ModelSpec. gpu: a name, a TOML file, or
+    Hardware. cost_model: "roofline" (specifications alone), the path of a fitted model, or "auto": the fitted model
+    that ships for this GPU where there is one, the roofline otherwise; `kind`, `name` and `provenance()` of the
+    result say which it became. dtype "auto": the checkpoint's own (16 bits where it is float32). tp, pp, layer_split:
+    devices a stage, stages, layers of each stage. options: whatever else the chosen kind takes (the roofline: tile,
+    pipeline_link, constants).
+
+    Raises ProfileError for anything unknown, unreadable or that does not fit together.
+    """
+    spec = model if isinstance(model, ModelSpec) else load_model_spec(model)
+    hardware = gpu if isinstance(gpu, Hardware) else load_hardware(gpu)
+    if dtype == "auto":
+        dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
+    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
+    if str(cost_model) == "auto":
+        found = _shipped(hardware)
+        return (
+            _fitted(found, spec, hardware, engine | options) if found else _roofline(spec, hardware, engine | options)
+        )
+    if str(cost_model) == "roofline":
+        return _roofline(spec, hardware, engine | options)
+    path = Path(cost_model)
+    if not path.exists():
+        raise ProfileError(f"cost model {str(cost_model)!r}: no such file; expected auto, roofline or a fitted model")
+    return _fitted(path, spec, hardware, engine | options)
+
+
+def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
+    from profiler.roofline import Roofline
+
+    return Roofline(spec, hardware, **engine)
+
+
+def _shipped(hardware: Hardware) -> Path | None:
+    """The fitted model that ships for this GPU, if any."""
+    if find_spec("profiler.fitted") is None:
+        return None
+    from profiler.fitted import find_fitted
+
+    return find_fitted(hardware.name)
+
+
+def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
+    if find_spec("profiler.fitted") is None:
+        raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
+    from profiler.fitted import load_fitted
+
+    return load_fitted(path, spec, hardware, **engine)

@@ -1,0 +1,400 @@
+"""A cost model from specifications alone: bytes over bandwidth, FLOPs over peak, tiles, waves and latencies.
+
+It measured nothing, so it is marked uncalibrated. Its constants are stated below with their reasons and hold for every
+GPU alike; none was chosen to match the published step times it is compared with in docs/costs.md.
+
+Whatever depends on the number of rows alone (GEMMs, norms, all-reduces) is evaluated once per row count into a table
+that the scalar and the vector path share; attention terms are a few multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.batch import BatchShape
+from policies.request import Ns
+from profiler.dtypes import canonical_dtype, dtype_bytes
+from profiler.errors import ProfileError
+from profiler.hardware import Hardware
+from profiler.layer_split import check_split, split_layers
+from profiler.model_spec import Gemm, ModelSpec
+from profiler.shapes import Column, ShapeColumns, attended_pairs
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What specifications do not say. Each with its source or reason; see docs/costs.md for how they were read.
+
+    matmul_efficiency: large bfloat16 GEMMs (m >= 2048, n, k >= 4096) reach 0.90 (A100), 0.81 (H100), 0.79 (H200) of the
+        dense peak at the median in NVIDIA aiconfigurator's kernel tables.
+    memory_efficiency: aiconfigurator's own correction of peak bandwidth (systems yaml: 0.8 on all three).
+    attention_efficiency: FlashAttention on prompts of 4096 tokens and more reaches 0.55 to 0.585 of peak there; its
+        authors state 0.50 to 0.73 on A100.
+    kv_efficiency: decode attention that reads over 100 MB reaches 0.63 to 0.76 of peak bandwidth there (paged gather).
+    link_efficiency: all-reduces of 1 GB over NVLink reach 0.66 to 0.76 of the ring bound on A100 there.
+    kernel_ns: aiconfigurator's constant latency of a memory-bound kernel; its smallest GEMMs take 2.6 to 4.5 us.
+    all_reduce_ns: its small all-reduces take 4.3 to 6.3 us over NVLink inside a CUDA graph; pcie_all_reduce_ns: NCCL's
+        small ones take 6 to 23 us (2 to 8 GPUs), the path without peer access. send_ns: its point-to-point latency.
+    host_*: scheduling and output handling per step in logs of real vLLM (CPU build, one Python process): linear fits
+        over four logs give 55 to 93 us + 9 to 18 us a sequence, and 31 to 68 us + 6 to 11 us a sampled sequence.
+    sampler_bytes: a logit is read in 16 bits, written and read twice in 32 (temperature or argmax, softmax).
+    """
+
+    matmul_efficiency: float = 0.80
+    memory_efficiency: float = 0.80
+    attention_efficiency: float = 0.55
+    kv_efficiency: float = 0.70
+    link_efficiency: float = 0.75
+    kernel_ns: float = 3_000.0
+    all_reduce_ns: float = 5_000.0
+    pcie_all_reduce_ns: float = 15_000.0
+    send_ns: float = 10_000.0
+    host_before_ns: float = 65_000.0
+    host_before_per_sequence_ns: float = 12_000.0
+    host_after_ns: float = 40_000.0
+    host_after_per_sample_ns: float = 8_000.0
+    sampler_bytes: float = 18.0
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            if not 0 <= value < float("inf") or (key.endswith("efficiency") and not 0 < value <= 1):
+                raise ProfileError(f"roofline constant {key}: found {value!r}")
+
+
+TILE_N = 128
+SPLITS_OF_K = (1, 2, 4, 8)
+MAX_ROWS = 1 << 22
+
+
+class _Stage(NamedTuple):
+    """Coefficients of one stage, in ns; attention terms carry +0.5 so that truncation rounds."""
+
+    layers: int
+    pair_ns: float  # per 2 query-key pairs of a chunk
+    chunk_kv_ns: float  # per token of KV that a chunk reads or writes
+    chunk_fixed_ns: float
+    decode_kv_ns: float
+    decode_fixed_ns: float
+    first: bool
+    last: bool
+
+
+class Roofline:
+    """CostModel of `model` on `hardware` with `tp` devices a stage and `pp` stages.
+
+    dtype: of weights and activations ("float8": weights and GEMM inputs, the rest in 16 bits). kv_dtype: of the cache;
+    "auto" is the dtype of the activations. layer_split: layers per stage, even by default (spare layers to the first
+    stages, since the last one has the head). tile: the GEMM's M-quantum in rows. pipeline_link: "link" when stages
+    share a node, "network" when they do not.
+    """
+
+    kind = "roofline"
+    calibrated = False
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        hardware: Hardware,
+        *,
+        dtype: str = "bfloat16",
+        kv_dtype: str = "auto",
+        tp: int = 1,
+        pp: int = 1,
+        layer_split: Sequence[int] | None = None,
+        tile: int = 128,
+        pipeline_link: Literal["link", "network"] = "link",
+        constants: Constants | None = None,
+    ) -> None:
+        model.check_tp(tp)
+        self.model, self.hardware, self.tp, self.tile = model, hardware, tp, tile
+        self.dtype = canonical_dtype(dtype)
+        self.activation_dtype = self.dtype if dtype_bytes(self.dtype) >= 2 else "bfloat16"
+        self.kv_dtype = self.activation_dtype if kv_dtype == "auto" else canonical_dtype(kv_dtype)
+        self.layer_split = tuple(layer_split) if layer_split is not None else split_layers(model.layers, pp)
+        check_split(self.layer_split, model.layers, pp)
+        if tile < 1:
+            raise ProfileError(f"tile: found {tile}, expected at least 1")
+        self.stages = pp
+        self.constants = constants or Constants()
+        self.name = f"roofline {model.name} {hardware.name} tp{tp}{f' pp{pp}' if pp > 1 else ''} {self.dtype}"
+        self._prepare(pipeline_link)
+
+    def _prepare(self, pipeline_link: str) -> None:
+        c, model, hardware = self.constants, self.model, self.hardware
+        self._flops_per_ns = hardware.peak(self.dtype) * c.matmul_efficiency / 1e9
+        self._bytes_per_ns = hardware.memory_bandwidth * c.memory_efficiency / 1e9
+        self._link_bytes_per_ns = hardware.link_bandwidth * c.link_efficiency / 1e9
+        self._act = dtype_bytes(self.activation_dtype)
+        if pipeline_link not in ("link", "network"):
+            raise ProfileError(f"pipeline_link: found {pipeline_link!r}, expected 'link' or 'network'")
+        send = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
+        if send is None:
+            raise ProfileError(
+                f"gpu {hardware.name}: network_bandwidth is not known, so stages cannot sit on two nodes"
+            )
+        self._send_ns_per_row = model.hidden * self._act / (send * c.link_efficiency / 1e9)
+
+        attention_flops_per_ns = hardware.peak(self.activation_dtype) * c.attention_efficiency / 1e9
+        pair = 2.0 * (model.q_size // self.tp) / attention_flops_per_ns
+        kv_bytes_per_ns = hardware.memory_bandwidth * c.kv_efficiency / 1e9
+        kv = model.kv_bytes_per_token(self.kv_dtype, self.tp, layers=1) / kv_bytes_per_ns
+        self._stages = tuple(
+            _Stage(
+                layers=layers,
+                pair_ns=pair * layers,
+                chunk_kv_ns=kv * layers,
+                chunk_fixed_ns=c.kernel_ns * layers + 0.5,
+                decode_kv_ns=kv * layers,
+                decode_fixed_ns=2 * c.kernel_ns * layers + 0.5,  # split over the context, then combine
+                first=index == 0,
+                last=index == self.stages - 1,
+            )
+            for index, layers in enumerate(self.layer_split)
+        )
+        self._window = model.sliding_window or 0
+        self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
+        self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
+        self._sampled_column: Column = np.zeros(0, np.int64)
+        self._sampled_ns: list[int] = []
+        for stage in range(self.stages):
+            self._grow(stage, 512)
+        self._grow_sampled(64)
+
+    # --- terms by rows -----------------------------------------------------------------------------------------------
+
+    def _gemm_ns(self, gemm: Gemm, rows: Floats, dtype: str) -> Floats:
+        """One GEMM: the slower of its bytes and its waves of output tiles; few tiles may split K to fill the GPU.
+
+        A wave is one tile of `tile` x 128 outputs on every SM; a wave that is not full takes as long as a full one.
+        """
+        tiles = np.ceil(rows / self.tile) * -(-gemm.n // TILE_N)
+        tile_ns = 2.0 * self.tile * TILE_N * gemm.k * self.hardware.sms / self._flops_per_ns
+        weight, act = dtype_bytes(dtype), self._act
+        read = act if weight >= 2 else weight
+        moved = gemm.n * gemm.k * weight + rows * (gemm.k * read + gemm.n * act)
+        best: Floats | None = None
+        for split in SPLITS_OF_K:
+            waves_ns = np.ceil(tiles * split / self.hardware.sms) * (tile_ns / split)
+            partial = 0.0 if split == 1 else 8.0 * split * gemm.n  # float32 partial sums, written and read
+            ns = np.maximum(waves_ns, (moved + rows * partial) / self._bytes_per_ns)
+            best = ns if best is None else np.minimum(best, ns)
+        assert best is not None
+        return best + self.constants.kernel_ns
+
+    def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
+        """Every term that depends on the number of rows alone, rounded once each; zero rows cost nothing."""
+        facts, model, c = self._stages[stage], self.model, self.constants
+        r = rows.astype(np.float64)
+        terms = {gemm.name: facts.layers * self._gemm_ns(gemm, r, self.dtype) for gemm in model.gemms(self.tp)}
+        q, kv = model.q_size // self.tp, model.kv_heads_per_device(self.tp) * model.head_dim
+        norms = 4 * model.hidden * model.norms_per_layer  # input and residual read, sum and normed written
+        rotary = 2 * (q + kv) * (2 if model.qk_norm else 1) + 2 * kv  # ... and keys, values read for the cache
+        ffn = (3 if model.gated else 2) * model.intermediate // self.tp
+        kernels = model.norms_per_layer + 3 + (1 if model.qk_norm else 0)
+        moved = (norms + rotary + ffn) * self._act * r
+        terms["norms_activations"] = facts.layers * (moved / self._bytes_per_ns + kernels * c.kernel_ns)
+        if self.tp > 1:
+            terms["all_reduce"] = facts.layers * 2 * self._all_reduce_ns(r)
+        if facts.first:
+            embedding = 2.0 * model.hidden * self._act * r / self._bytes_per_ns + c.kernel_ns
+            terms["embedding"] = embedding + (self._all_reduce_ns(r) if self.tp > 1 else 0.0)
+        return {name: np.where(rows > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
+
+    def _all_reduce_ns(self, rows: Floats) -> Floats:
+        """Ring all-reduce of one hidden state per row: 2 (tp - 1) / tp of its bytes cross every link."""
+        nvlink = self.hardware.link.startswith("NVLink")
+        latency = self.constants.all_reduce_ns if nvlink else self.constants.pcie_all_reduce_ns
+        moved = 2.0 * (self.tp - 1) / self.tp * self.model.hidden * self._act
+        return latency + rows * (moved / self._link_bytes_per_ns)
+
+    def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
+        """Output head over the sampled rows, gathering of logits from tp devices, and the sampler."""
+        model, c = self.model, self.constants
+        s = sampled.astype(np.float64)
+        head_dtype = self.activation_dtype  # quantised checkpoints keep the head in 16 bits
+        head = self._gemm_ns(model.head_gemm(self.tp), s, head_dtype)
+        norm = 2.0 * model.hidden * self._act * s / self._bytes_per_ns + c.kernel_ns
+        terms = {
+            "head": head + norm,
+            "sampling": s * (model.vocab * c.sampler_bytes / self._bytes_per_ns) + 4 * c.kernel_ns,
+        }
+        if self.tp > 1:
+            moved = (self.tp - 1) / self.tp * model.vocab * self._act / self._link_bytes_per_ns
+            terms["gather_logits"] = c.all_reduce_ns + s * moved
+        return {name: np.where(sampled > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
+
+    def _grow(self, stage: int, rows: int) -> None:
+        """Evaluate the row table of one stage for 0 .. rows, at least doubling it."""
+        size = max(rows + 1, 2 * len(self._rows_ns[stage]), 513)
+        column = sum_terms(self._row_terms(stage, np.arange(size, dtype=np.int64)))
+        self._rows_column[stage] = column
+        self._rows_ns[stage] = column.tolist()
+
+    def _grow_sampled(self, sampled: int) -> None:
+        size = max(sampled + 1, 2 * len(self._sampled_ns), 65)
+        self._sampled_column = sum_terms(self._sampled_terms(np.arange(size, dtype=np.int64)))
+        self._sampled_ns = self._sampled_column.tolist()
+
+    # --- CostModel ---------------------------------------------------------------------------------------------------
+
+    def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
+        """Scheduling and input preparation before, output handling after; per sequence, not per token."""
+        c = self.constants
+        sequences = len(shape[0]) + shape[1]
+        return (
+            int(c.host_before_ns + sequences * c.host_before_per_sequence_ns + 0.5),
+            int(c.host_after_ns + shape[5] * c.host_after_per_sample_ns + 0.5),
+        )
+
+    def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
+        """Device time of one stage in ns. The simulator's inner loop: predict_ns is its readable twin."""
+        chunks, rows, context, _, dummy, sampled, executed = shape
+        facts = self._stages[stage]
+        ns = 0
+        if rows:
+            if self._window:
+                context = min(context, rows * self._window)
+            ns = int((context + 2 * rows) * facts[4] + facts[5])
+        rows += dummy
+        if chunks:
+            pairs = kv = 0
+            for tokens, prefix in chunks:
+                rows += tokens
+                pairs += tokens * (2 * prefix + tokens + 1)
+                kv += prefix + 2 * tokens
+            if self._window:
+                pairs, kv = self._chunk_work(chunks)
+            compute, moved = pairs * facts[1], kv * facts[2]
+            ns += int((compute if compute > moved else moved) + facts[3])
+        if executed > rows:
+            rows = executed
+        try:
+            ns += self._rows_ns[stage][rows]
+            if sampled and facts[7]:
+                ns += self._sampled_ns[sampled]
+        except IndexError:
+            self._reach(stage, rows, sampled)
+            return self.stage_ns(shape, stage)
+        return ns
+
+    def send_ns(self, shape: BatchShape, stage: int) -> Ns:
+        """Hidden states of every row over one link: latency plus bytes over bandwidth; 0 after the last stage."""
+        if stage >= self.stages - 1:
+            return 0
+        return int(shape.rows * self._send_ns_per_row + self.constants.send_ns + 0.5)
+
+    def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
+        """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
+        decodes, context = shape[1], shape[2]
+        if not decodes:
+            return np.full(steps, self.stage_ns(shape, stage), np.int64)
+        facts = self._stages[stage]
+        rest = self.stage_ns(shape, stage) - int(self._decode_kv(decodes, context) * facts[4] + facts[5])
+        totals = np.arange(context, context + steps * decodes, decodes, dtype=np.int64)
+        return (self._decode_kv(decodes, totals) * facts[4] + facts[5]).astype(np.int64) + rest
+
+    def predict_ns(self, shapes: object, stage: int = 0) -> Column:
+        """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
+        columns = ShapeColumns.of(shapes)
+        facts = self._stages[stage]
+        rows = columns.rows
+        if len(rows) == 0:
+            return np.zeros(0, np.int64)
+        self._reach(stage, int(rows.max()), int(columns.sampled.max()))
+        ns = self._rows_column[stage][rows]
+        if facts.last:
+            ns = ns + self._sampled_column[columns.sampled]
+        decoded = (self._decode_kv(columns.decodes, columns.decode_context_total) * facts[4] + facts[5]).astype(
+            np.int64
+        )
+        ns = ns + np.where(columns.decodes > 0, decoded, 0)
+        if len(columns.chunk_tokens):
+            tokens, prefix = columns.chunk_tokens, columns.chunk_prefix
+            pairs = columns.per_batch(2 * attended_pairs(tokens, prefix, self.model.sliding_window))
+            kv = columns.per_batch(self._seen(prefix) + 2 * tokens)
+            attention = (np.maximum(pairs * facts[1], kv * facts[2]) + facts[3]).astype(np.int64)
+            ns = ns + np.where(columns.has_chunks, attention, 0)
+        return ns
+
+    def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
+        """Operators over all stages, host and sends; sums exactly to host_ns + all stage_ns + all send_ns."""
+        before, after = self.host_ns(shape)
+        parts: dict[str, int] = {"host_before": before}
+        rows = np.array([shape.rows], np.int64)
+        for stage, facts in enumerate(self._stages):
+            terms = {name: int(column[0]) for name, column in self._row_terms(stage, rows).items()}
+            if shape.chunks:
+                pairs, kv = self._chunk_work(shape.chunks)
+                terms["prefill_attention"] = int(max(pairs * facts[1], kv * facts[2]) + facts[3])
+            if shape.decodes:
+                kv = self._decode_kv(shape.decodes, shape.decode_context_total)
+                terms["decode_attention"] = int(kv * facts[4] + facts[5])
+            if facts.last:
+                sampled = self._sampled_terms(np.array([shape.sampled], np.int64))
+                terms |= {name: int(column[0]) for name, column in sampled.items()}
+            terms["send"] = self.send_ns(shape, stage)
+            for name, ns in terms.items():
+                parts[name] = parts.get(name, 0) + ns
+        parts["host_after"] = after
+        return {name: ns for name, ns in parts.items() if ns}
+
+    def inside(self, shape: BatchShape) -> bool:
+        """Never: a roofline has no measured region."""
+        return False
+
+    def provenance(self) -> Mapping[str, object]:
+        return {
+            "kind": self.kind,
+            "calibrated": self.calibrated,
+            "name": self.name,
+            "model": self.model.summary(),
+            "hardware": self.hardware.summary(),
+            "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
+            "tp": self.tp,
+            "pp": self.stages,
+            "layer_split": list(self.layer_split),
+            "tile": self.tile,
+            "constants": asdict(self.constants),
+        }
+
+    # --- attention work ----------------------------------------------------------------------------------------------
+
+    def _decode_kv(self, decodes: Any, context: Any) -> Any:
+        """Tokens of KV that decodes touch: their contexts are read, their own token is written and read."""
+        if self._window:
+            least = np.minimum if isinstance(context, np.ndarray) else min
+            context = least(context, decodes * self._window)
+        return context + 2 * decodes
+
+    def _seen(self, prefix: Column) -> Column:
+        """Prefix tokens that attention still looks at."""
+        return prefix if self.model.sliding_window is None else np.minimum(prefix, self.model.sliding_window)
+
+    def _chunk_work(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """(twice the query-key pairs, KV tokens touched) of all chunks of a batch."""
+        window = self.model.sliding_window
+        pairs = sum(2 * self.model.attended(tokens, prefix) for tokens, prefix in chunks)
+        kv = sum((prefix if window is None else min(prefix, window)) + 2 * tokens for tokens, prefix in chunks)
+        return pairs, kv
+
+    def _reach(self, stage: int, rows: int, sampled: int) -> None:
+        """Make the tables reach `rows` and `sampled`."""
+        if max(rows, sampled) > MAX_ROWS or min(rows, sampled) < 0:
+            raise ProfileError(f"batch of {rows} rows, {sampled} sampled: expected 0 to {MAX_ROWS}")
+        if rows >= len(self._rows_ns[stage]):
+            self._grow(stage, rows)
+        if sampled >= len(self._sampled_ns):
+            self._grow_sampled(sampled)
+
+
+def sum_terms(terms: Mapping[str, Column]) -> Column:
+    """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
+    return np.sum(list(terms.values()), axis=0, dtype=np.int64)

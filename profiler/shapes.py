@@ -1,0 +1,105 @@
+"""Many batch shapes as columns: what vectorised predictions, FLOP counts and byte counts work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.batch import BatchShape
+from profiler.errors import ProfileError
+
+Column = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShapeColumns:
+    """One entry per batch in every column of length n; chunks of all batches lie one after another.
+
+    chunk_tokens, chunk_prefix: all chunks in batch order. chunk_offsets: n + 1 positions; batch i owns the chunks
+    `chunk_offsets[i]:chunk_offsets[i + 1]`.
+    """
+
+    chunk_tokens: Column
+    chunk_prefix: Column
+    chunk_offsets: Column
+    decodes: Column
+    decode_context_total: Column
+    decode_context_max: Column
+    dummy_tokens: Column
+    sampled: Column
+    executed_rows: Column
+
+    def __len__(self) -> int:
+        return len(self.decodes)
+
+    @classmethod
+    def of(cls, shapes: object) -> ShapeColumns:
+        """Columns of a sequence of BatchShape; columns pass through."""
+        if isinstance(shapes, cls):
+            return shapes
+        if isinstance(shapes, BatchShape) or not isinstance(shapes, Sequence):
+            raise ProfileError(
+                f"shapes: found {type(shapes).__name__}, expected a sequence of BatchShape or ShapeColumns"
+            )
+        n = len(shapes)
+        flat = np.fromiter(chain.from_iterable(shape[1:] for shape in shapes), np.int64, 6 * n).reshape(n, 6)
+        offsets = np.zeros(n + 1, np.int64)
+        np.cumsum(np.fromiter((len(shape[0]) for shape in shapes), np.int64, n), out=offsets[1:])
+        pairs = chain.from_iterable(chain.from_iterable(shape[0] for shape in shapes))
+        chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2)
+        return cls(chunks[:, 0], chunks[:, 1], offsets, *(flat[:, column] for column in range(6)))
+
+    @classmethod
+    def of_iterations(cls, table: Any) -> ShapeColumns:
+        """Columns of a run's iterations table (pyarrow), whose `chunks` are lists of {request, tokens, prefix, ...}."""
+        chunks = table.column("chunks").combine_chunks()
+        flat = chunks.flatten()
+        offsets = np.zeros(len(chunks) + 1, np.int64)
+        np.cumsum(chunks.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), out=offsets[1:])
+
+        def column(values: Any) -> Column:
+            return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
+
+        def table_column(name: str) -> Column:
+            return column(table.column(name).combine_chunks())
+
+        return cls(
+            column(flat.field("tokens")),
+            column(flat.field("prefix")),
+            offsets,
+            *(table_column(name) for name in BatchShape._fields[1:]),
+        )
+
+    def per_batch(self, chunk_values: Column) -> Column:
+        """Sums of a per-chunk integer column over each batch's chunks."""
+        sums = np.zeros(len(chunk_values) + 1, np.int64)
+        np.cumsum(chunk_values, out=sums[1:])
+        return sums[self.chunk_offsets[1:]] - sums[self.chunk_offsets[:-1]]
+
+    @cached_property
+    def has_chunks(self) -> NDArray[np.bool_]:
+        return self.chunk_offsets[1:] > self.chunk_offsets[:-1]
+
+    @cached_property
+    def tokens(self) -> Column:
+        """Useful tokens: prefill and decode together, without dummies."""
+        return self.per_batch(self.chunk_tokens) + self.decodes
+
+    @cached_property
+    def rows(self) -> Column:
+        """Rows that every linear layer pays for, as BatchShape.rows."""
+        return np.maximum(self.tokens + self.dummy_tokens, self.executed_rows)
+
+
+def attended_pairs(tokens: Column, prefix: Column, window: int | None) -> Column:
+    """Query-key pairs of many chunks; ModelSpec.attended in columns."""
+    if window is None:
+        return tokens * prefix + tokens * (tokens + 1) // 2
+    growing = np.clip(window - prefix, 0, tokens)
+    return growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window

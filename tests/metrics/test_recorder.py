@@ -1,0 +1,117 @@
+"""The recorder gives the rows that it was told, in memory, streamed or leapt over."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metrics import MetricsError, Recorder
+from metrics.columns import TABLES, schema, to_ns, to_seconds
+from policies.batch import BatchShape
+from policies.request import Request
+from tests.metrics.sample_runs import assert_same_tables, record_small_run
+
+
+def test_every_table_holds_what_was_recorded() -> None:
+    recorder = Recorder()
+    record_small_run(recorder)
+    run = recorder.tables()
+    for name in TABLES:
+        assert run.table(name).schema.equals(schema(name))
+    iterations = run.iterations.to_pylist()
+    assert iterations[0]["chunks"] == [
+        {"request": 0, "tokens": 8, "prefix": 0, "samples": True},
+        {"request": 1, "tokens": 4, "prefix": 16, "samples": False},
+    ]
+    assert (iterations[0]["chunk_tokens"], iterations[0]["num_chunks"], iterations[0]["cohorts"]) == (12, 2, [])
+    assert iterations[1]["cohorts"] == [{"cohort": 4, "step": 0, "size": 1}]
+    assert (iterations[1]["decodes"], iterations[1]["dummy_tokens"], iterations[1]["executed_rows"]) == (1, 1, 8)
+    assert (iterations[1]["wall_s"], iterations[1]["inside"]) == (0.25, False)
+    assert math.isnan(iterations[0]["wall_s"])
+    assert run.stages.select(["stage", "iteration", "start_s", "end_s"]).to_pylist() == [
+        {"stage": 0, "iteration": 0, "start_s": 1.0, "end_s": 2.0},
+        {"stage": 1, "iteration": 0, "start_s": 2.000000007, "end_s": 3.0},
+        {"stage": 0, "iteration": 1, "start_s": 3.0, "end_s": 5.0},
+    ]
+    requests = run.requests.to_pylist()
+    assert [r["request"] for r in requests] == [0, 1]
+    assert (requests[0]["session"], requests[0]["slo"], requests[0]["priority"]) == ("chat", "fast", 3)
+    assert (requests[1]["status"], requests[1]["reason"], requests[1]["session"]) == ("aborted", "client gave up", None)
+    assert run.segments.to_pylist() == [{"request": 0, "replica": 0, "cohort": 4, "from_step": 0, "to_step": 2}]
+    assert run.tokens.column("time_s").to_pylist() == [3.0, 5.0]
+
+
+def test_a_request_never_seen_has_no_times() -> None:
+    recorder = Recorder()
+    recorder.request(Request(0, 7, 10, 1), -1, "rejected", "longer than the KV pool", 0, -1, -1, 7, 0, 0, ())
+    row = recorder.tables().requests.to_pylist()[0]
+    assert math.isnan(row["admitted_s"])
+    assert math.isnan(row["first_token_s"])
+    assert row["finished_s"] == 7 / 1e9
+
+
+def test_a_status_outside_the_four_is_refused() -> None:
+    with pytest.raises(MetricsError, match="found status 'lost', expected one of finished, rejected, failed, aborted"):
+        Recorder().request(Request(0, 0, 1, 1), 0, "lost", "", 0, -1, -1, 0, 0, 0, ())
+
+
+def test_recording_ends_with_the_tables() -> None:
+    recorder = Recorder()
+    recorder.tables()
+    with pytest.raises(MetricsError, match="second call"):
+        recorder.tables()
+
+
+def test_streamed_tables_equal_those_in_memory(tmp_path) -> None:
+    in_memory, streamed = Recorder(), Recorder(stream_to=tmp_path, part_rows=1)
+    for recorder in (in_memory, streamed):
+        record_small_run(recorder)
+        recorder.leap(0, 2, BatchShape((), 3, 30, 12, sampled=3), np.array([5, 6]), np.array([6, 7]), 4, 1, 3, 0, 7, 0, 0, 1, True)  # fmt: skip  # noqa: E501
+    expected, found = in_memory.tables(), streamed.tables()
+    assert_same_tables(found, expected, TABLES)
+
+
+leap_or_plain = st.lists(st.tuples(st.sampled_from(["plain", "leap"]), st.integers(1, 5)), max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(leap_or_plain, st.integers(1, 7), st.integers(1, 3))
+def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, num_stages) -> None:
+    leapt, plain = Recorder(part_rows=part_rows), Recorder()
+    now, number, step, context = 0, 0, 0, 100
+
+    def one(recorder: Recorder, i: int) -> None:
+        shape = BatchShape((), 3, context + 3 * i, 40 + step + i, 1, 3, 8)
+        start = now + 10 * i + 2
+        stages = tuple((start + 3 * s, start + 3 * s + 2, 1) for s in range(num_stages))
+        recorder.iteration(
+            1, number + i, start - 2, start, start + 8, shape, (), ((9, step + i, 3),), 0, 3, 2, 50 - i, 0, 2, 1, 5,
+            i % 2 == 0, stages=stages if num_stages > 1 else (),
+        )  # fmt: skip
+
+    for kind, k in events:
+        for i in range(k):
+            one(plain, i)
+        if kind == "plain":
+            for i in range(k):
+                one(leapt, i)
+        else:
+            starts = now + 10 * np.arange(k) + 2
+            stages = starts[:, None, None] + 3 * np.arange(num_stages)[None, :, None] + np.array([0, 2, 0])
+            stages[:, :, 2] = 1
+            leapt.leap(
+                1, number, BatchShape((), 3, context, 40 + step, 1, 3, 8), starts, starts + 8, 9, step, 3, 2,
+                50 - np.arange(k), 2, 1, 5, np.arange(k) % 2 == 0, stages_ns=stages if num_stages > 1 else None,
+            )  # fmt: skip
+        now, number, step, context = now + 10 * k, number + k, step + k, context + 3 * k
+    expected, found = plain.tables(), leapt.tables()
+    assert_same_tables(found, expected, ("iterations", "stages"))
+
+
+@given(st.lists(st.integers(0, 2**51 - 1), max_size=20))
+def test_seconds_give_back_the_nanoseconds(times) -> None:
+    assert to_ns(to_seconds(np.array(times, dtype=np.int64))).tolist() == times
