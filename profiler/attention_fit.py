@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
+MANY_KNOTS = 24
+"""More measured coordinates than this along an axis are dense enough for the tables' own knots."""
+
+_AXES = {
+    "decode": ("decodes", "context"),
+    "prefill": ("tokens", "context"),
+    "mixed": ("tokens", "context", "decodes", "context"),
+}
+
 
 @dataclass(frozen=True)
 class AttentionFit:
@@ -68,6 +77,15 @@ class AttentionFit:
     def chunk_share_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """A further chunk in the same batch."""
         return chunk_share_us(self.batch_law, self.heads, self.sms, tokens, prefix)
+
+    def knots(self, axis: str) -> Array:
+        """Coordinates that were measured along "tokens", "context" (prefixes too) or "decodes"."""
+        found: list[Array] = [np.zeros(0)]
+        for name, lattice in self.misses.items():
+            for index, coordinate in enumerate(_AXES[name]):
+                if coordinate == axis and len(lattice.axes[index]) <= MANY_KNOTS:
+                    found.append(lattice.axes[index])
+        return np.unique(np.concatenate(found))
 
     def uneven_share(self, decodes: ArrayLike) -> Array:
         """The share of `uneven_decode` for any number of decodes (interpolated over its logarithm)."""
