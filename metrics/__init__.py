@@ -13,17 +13,28 @@ from metrics.columns import MetricsError
 if TYPE_CHECKING:
     from metrics.recorder import Recorder
     from metrics.run_folder import is_run_folder, read_run, write_run
+    from metrics.slo import parse_slo
+    from metrics.summary import parse_warmup, summarise, summarise_classes
+    from metrics.summary_keys import SUMMARY_KEYS
     from metrics.tables import RunTables
 
 _HOME = {
     "Recorder": "metrics.recorder",
     "RunTables": "metrics.tables",
+    "SUMMARY_KEYS": "metrics.summary_keys",
+    "parse_slo": "metrics.slo",
+    "parse_warmup": "metrics.summary",
+    "summarise": "metrics.summary",
+    "summarise_classes": "metrics.summary",
     "is_run_folder": "metrics.run_folder",
     "read_run": "metrics.run_folder",
     "write_run": "metrics.run_folder",
 }
 
-__all__ = ["MetricsError", "Recorder", "RunTables", "is_run_folder", "read_run", "write_run"]
+__all__ = [
+    "SUMMARY_KEYS", "MetricsError", "Recorder", "RunTables", "is_run_folder", "parse_slo", "parse_warmup", "read_run",
+    "summarise", "summarise_classes", "write_run",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

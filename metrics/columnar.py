@@ -16,7 +16,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from metrics.columns import ITERATIONS, NESTED, schema, to_seconds
-from policies.batch import BatchShape
 from policies.request import Ns, Request
 
 Ints = NDArray[np.int64]
@@ -40,25 +39,22 @@ class Members(NamedTuple):
     cpu_s: float
 
 
-class LeapEvent(NamedTuple):
-    """One call of `Recorder.leap`, and how many plain iterations were buffered before it."""
+class Leaps(NamedTuple):
+    """What a recorder keeps of one leap beside its first iteration's numbers (0 where each step has its own).
+
+    after: plain iterations buffered before it. Lists have one entry per step; a single number holds for all.
+    """
 
     after: int
-    replica: int
-    first_number: int
-    shape: BatchShape
-    starts_ns: Ints
-    ends_ns: Ints
+    steps: int
     cohort: int
     first_step: int
-    running: int
-    waiting: int
-    free_blocks: Ints
-    host_before_ns: Ns
-    host_after_ns: Ns
-    device_ns: Ints
-    inside: NDArray[np.bool_]
-    planned_ns: Ints
+    starts_ns: Ints
+    ends_ns: Ints
+    planned_ns: Ints | None
+    free_blocks: Ints | int
+    device_ns: Ints | Ns
+    inside: NDArray[np.bool_] | bool
     stages_ns: Ints | None
 
 
@@ -76,16 +72,22 @@ class RequestEvent(NamedTuple):
     preemptions: int
     cached_tokens: int
     segments: Sequence[tuple[int, int, int]]
+    segment_replicas: Sequence[int] | None
 
 
 def iteration_tables(
-    numbers: Sequence[int], members: Sequence[tuple[Any, ...]], leaps: Sequence[LeapEvent]
+    numbers: Sequence[int],
+    members: Sequence[tuple[Any, ...]],
+    leap_numbers: Sequence[int],
+    leaps: Sequence[tuple[Any, ...]],
 ) -> tuple[pa.Table, pa.Table]:
     """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded.
 
-    numbers: NUMBERS of every plain iteration, one after the other; members: one entry each.
+    numbers, leap_numbers: NUMBERS of every plain iteration and of every leap's first, one after the other; members,
+    leaps: the entries of Members and Leaps for each.
     """
-    plain_rows, leap_rows, total = _interleaved(len(members), leaps)
+    leapt = Leaps(*zip(*leaps)) if leaps else None
+    plain_rows, leap_rows, total = _interleaved(len(members), leapt)
     columns = _empty_columns(total)
     chunk_lens = np.zeros(total, dtype=np.int64)
     cohort_lens = np.zeros(total, dtype=np.int64)
@@ -101,18 +103,17 @@ def iteration_tables(
         flat_chunks = _flat(plain.chunks, len(NESTED["chunks"]))
         columns["chunk_tokens"] = np.zeros(total, dtype=np.int64)
         columns["chunk_tokens"][plain_rows] = _sums(flat_chunks[1], chunk_lens[plain_rows])
-    if leaps:
-        _fill_leaps(columns, leaps, leap_rows)
+    if leapt is not None:
+        _fill_leaps(columns, leap_numbers, leapt, leap_rows)
         cohort_lens[leap_rows] = 1
-        stage_lens[leap_rows] = np.concatenate(
-            [np.full(len(leap.starts_ns), 1 if leap.stages_ns is None else leap.stages_ns.shape[1]) for leap in leaps]
-        )
+        num_stages = _ints([1 if stages is None else stages.shape[1] for stages in leapt.stages_ns])
+        stage_lens[leap_rows] = np.repeat(num_stages, leapt.steps)
     columns["num_chunks"] = chunk_lens
     nested = {
         "chunks": _list_array("chunks", chunk_lens, flat_chunks),
-        "cohorts": _cohort_lists(columns, cohort_lens, plain, plain_rows, leaps, leap_rows),
+        "cohorts": _cohort_lists(columns, cohort_lens, plain, plain_rows, leapt, leap_rows),
     }
-    stages = _stage_table(columns, stage_lens, plain, plain_rows, leaps, leap_rows)
+    stages = _stage_table(columns, stage_lens, plain, plain_rows, leapt, leap_rows)
     return _iteration_table(columns, nested), stages
 
 
@@ -145,9 +146,14 @@ def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
     }
     lens = _lengths(fields.segments)
     cohort, from_step, to_step = _flat(fields.segments, 3)
+    replica = np.repeat(columns["replica"], lens)
+    moved = [row for row, replicas in enumerate(fields.segment_replicas) if replicas is not None]
+    if moved:
+        at = _flat_positions(np.cumsum(lens) - lens, lens, _ints(moved))
+        replica[at] = _ints([r for row in moved for r in fields.segment_replicas[row]])
     segments = {
         "request": np.repeat(ids, lens),
-        "replica": np.repeat(columns["replica"], lens),
+        "replica": replica,
         "cohort": cohort,
         "from_step": from_step,
         "to_step": to_step,
@@ -170,15 +176,16 @@ def token_table(cohorts: Sequence[tuple[int, int, Ints]]) -> pa.Table:
     return _table("tokens", columns)
 
 
-def _interleaved(plain: int, leaps: Sequence[LeapEvent]) -> tuple[Ints, Ints, int]:
+def _interleaved(plain: int, leaps: Leaps | None) -> tuple[Ints, Ints, int]:
     """Which rows of the table belong to plain iterations, which to leaps, and how many there are."""
-    steps = _lengths([leap.starts_ns for leap in leaps])
-    after = _ints([leap.after for leap in leaps])
-    leapt_before = np.concatenate([[0], np.cumsum(steps)]).astype(np.int64)
     plain_index = np.arange(plain, dtype=np.int64)
+    if leaps is None:
+        return plain_index, np.empty(0, dtype=np.int64), plain
+    steps, after = _ints(leaps.steps), _ints(leaps.after)
+    leapt_before = np.concatenate([[0], np.cumsum(steps)])
     plain_rows = plain_index + leapt_before[np.searchsorted(after, plain_index, side="right")]
-    leap_rows = np.repeat(after, steps) + np.arange(int(steps.sum()), dtype=np.int64)
-    return plain_rows, leap_rows, plain + int(steps.sum())
+    leap_rows = np.repeat(after, steps) + np.arange(leapt_before[-1])
+    return plain_rows, leap_rows, plain + int(leapt_before[-1])
 
 
 def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
@@ -199,36 +206,38 @@ def _fill_plain(columns: dict[str, NDArray[Any]], numbers: Sequence[int], plain:
     columns["cpu_s"][rows] = plain.cpu_s
 
 
-def _fill_leaps(columns: dict[str, NDArray[Any]], leaps: Sequence[LeapEvent], rows: Ints) -> None:
-    steps = _lengths([leap.starts_ns for leap in leaps])
+def _fill_leaps(columns: dict[str, NDArray[Any]], numbers: Sequence[int], leaps: Leaps, rows: Ints) -> None:
+    steps = _ints(leaps.steps)
     elapsed = _counts_up(steps)
-
-    def each(values: Sequence[Any]) -> Ints:
-        return np.repeat(_ints(values), steps)
-
-    decodes = each([leap.shape.decodes for leap in leaps])
-    filled = {
-        "replica": each([leap.replica for leap in leaps]),
-        "iteration": each([leap.first_number for leap in leaps]) + elapsed,
-        "planned_s": np.concatenate([leap.planned_ns for leap in leaps]),
-        "start_s": np.concatenate([leap.starts_ns for leap in leaps]),
-        "end_s": np.concatenate([leap.ends_ns for leap in leaps]),
-        "decodes": decodes,
-        "decode_context_total": each([leap.shape.decode_context_total for leap in leaps]) + elapsed * decodes,
-        "decode_context_max": each([leap.shape.decode_context_max for leap in leaps]) + elapsed,
-        "dummy_tokens": each([leap.shape.dummy_tokens for leap in leaps]),
-        "sampled": each([leap.shape.sampled for leap in leaps]),
-        "executed_rows": each([leap.shape.executed_rows for leap in leaps]),
-        "running": each([leap.running for leap in leaps]),
-        "waiting": each([leap.waiting for leap in leaps]),
-        "free_blocks": np.concatenate([leap.free_blocks for leap in leaps]),
-        "host_before_s": each([leap.host_before_ns for leap in leaps]),
-        "host_after_s": each([leap.host_after_ns for leap in leaps]),
-        "device_s": np.concatenate([leap.device_ns for leap in leaps]),
-        "inside": np.concatenate([leap.inside for leap in leaps]),
-    }
-    for name, values in filled.items():
+    first = dict(zip(NUMBERS, np.repeat(_ints(numbers).reshape(-1, len(NUMBERS)), steps, axis=0).T))
+    starts = np.concatenate(leaps.starts_ns)
+    planned = starts - first["host_before_s"]
+    given = np.repeat([each is not None for each in leaps.planned_ns], steps)
+    if given.any():
+        planned[given] = np.concatenate([each for each in leaps.planned_ns if each is not None])
+    first.update(
+        iteration=first["iteration"] + elapsed,
+        planned_s=planned,
+        start_s=starts,
+        end_s=np.concatenate(leaps.ends_ns),
+        decode_context_total=first["decode_context_total"] + elapsed * first["decodes"],
+        decode_context_max=first["decode_context_max"] + elapsed,
+        free_blocks=_per_step(leaps.free_blocks, steps),
+        device_s=_per_step(leaps.device_ns, steps),
+        inside=_per_step(leaps.inside, steps),
+    )
+    for name, values in first.items():
         columns[name][rows] = values
+
+
+def _per_step(values: Sequence[Any], steps: Ints) -> Ints:
+    """One value per step of every leap, each given as an array or as one number for all of its steps."""
+    single = [not hasattr(value, "__len__") for value in values]
+    if all(single):
+        return np.repeat(_ints(values), steps)
+    if not any(single):
+        return np.concatenate(values).astype(np.int64, copy=False)
+    return np.concatenate([np.full(k, value) if one else value for value, one, k in zip(values, single, steps)])
 
 
 def _cohort_lists(
@@ -236,7 +245,7 @@ def _cohort_lists(
     lens: Ints,
     plain: Members | None,
     plain_rows: Ints,
-    leaps: Sequence[LeapEvent],
+    leaps: Leaps | None,
     leap_rows: Ints,
 ) -> pa.Array:
     flat = [np.zeros(int(lens.sum()), dtype=np.int64) for _ in NESTED["cohorts"]]
@@ -245,11 +254,10 @@ def _cohort_lists(
         at = _flat_positions(starts, lens, plain_rows)
         for column, values in zip(flat, _flat(plain.cohorts, 3)):
             column[at] = values
-    if leaps:
-        at = starts[leap_rows]
-        steps = _lengths([leap.starts_ns for leap in leaps])
-        flat[0][at] = np.repeat(_ints([leap.cohort for leap in leaps]), steps)
-        flat[1][at] = np.repeat(_ints([leap.first_step for leap in leaps]), steps) + _counts_up(steps)
+    if leaps is not None:
+        at, steps = starts[leap_rows], _ints(leaps.steps)
+        flat[0][at] = np.repeat(_ints(leaps.cohort), steps)
+        flat[1][at] = np.repeat(_ints(leaps.first_step), steps) + _counts_up(steps)
         flat[2][at] = columns["decodes"][leap_rows]
     return _list_array("cohorts", lens, flat)
 
@@ -259,7 +267,7 @@ def _stage_table(
     lens: Ints,
     plain: Members | None,
     plain_rows: Ints,
-    leaps: Sequence[LeapEvent],
+    leaps: Leaps | None,
     leap_rows: Ints,
 ) -> pa.Table:
     """One row per iteration and stage; an iteration recorded without stages has one, busy for its device time."""
@@ -272,13 +280,12 @@ def _stage_table(
         if given.any():
             at = _flat_positions(starts, lens, plain_rows[given > 0])
             flat[at] = np.stack(_flat(plain.stages, 3), axis=1)
-    done = 0
-    for leap in leaps:
-        steps = len(leap.starts_ns)
-        if leap.stages_ns is not None:
-            at = _flat_positions(starts, lens, leap_rows[done : done + steps])
-            flat[at] = leap.stages_ns.reshape(-1, 3)
-        done += steps
+    if leaps is not None:
+        done = 0
+        for steps, stages in zip(leaps.steps, leaps.stages_ns):
+            if stages is not None:
+                flat[_flat_positions(starts, lens, leap_rows[done : done + steps])] = stages.reshape(-1, 3)
+            done += steps
     return _table(
         "stages",
         {

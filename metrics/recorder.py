@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from metrics.columnar import LeapEvent, RequestEvent
+    from metrics.columnar import RequestEvent
     from metrics.tables import RunTables
 
 _NAN = math.nan
@@ -45,7 +45,8 @@ class Recorder:
         self._numbers: list[int] = []
         self._members: list[tuple[Any, ...]] = []
         self._extend_numbers, self._append_members = self._numbers.extend, self._members.append
-        self._leaps: list[LeapEvent] = []
+        self._leap_numbers: list[int] = []
+        self._leaps: list[tuple[Any, ...]] = []
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
@@ -121,20 +122,20 @@ class Recorder:
         planned_ns: when each was planned; host_before_ns before it starts unless given.
         stages_ns: [k, stages, 3] of (start, end, send); one stage busy for device_ns_each unless given.
         """
-        import numpy as np
-
-        from metrics.columnar import LeapEvent
-
-        if shape.chunks:
+        no_chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        if no_chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
         steps = len(starts_ns)
-        if planned_ns is None:
-            planned_ns = np.asarray(starts_ns) - host_before_ns
+        self._leap_numbers.extend(
+            (
+                replica, first_number, 0, 0, 0, decodes, context_total, context_max, dummy_tokens, sampled,
+                executed_rows, 0, running, waiting, 0, 0, host_before_ns, host_after_ns, 0, 0,
+            )
+        )  # fmt: skip
         self._leaps.append(
-            LeapEvent(
-                len(self._members), replica, first_number, shape, np.asarray(starts_ns), np.asarray(ends_ns), cohort,
-                first_step, running, waiting, np.broadcast_to(free_blocks_each, steps), host_before_ns, host_after_ns,
-                np.broadcast_to(device_ns_each, steps), np.broadcast_to(inside, steps), planned_ns, stages_ns,
+            (
+                len(self._members), steps, cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
+                device_ns_each, inside, stages_ns,
             )
         )  # fmt: skip
         self._leapt += steps
@@ -168,17 +169,19 @@ class Recorder:
         preemptions: int,
         cached_tokens: int,
         segments: Sequence[tuple[int, int, int]],
+        segment_replicas: Sequence[int] | None = None,
     ) -> None:
         """The end of one request, whatever end it was; once per request of the trace. -1 ns = never.
 
         segments: (cohort, from_step, to_step), half-open and in order: its token times are those of the cohorts.
+        segment_replicas: the replica of each segment; `replica` for all unless given (a request that moved has more).
         """
         if status not in STATUSES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
         self._requests.append(
             (
                 request, replica, status, reason, output_tokens, admitted_ns, first_token_ns, finished_ns, preemptions,
-                cached_tokens, segments,
+                cached_tokens, segments, segment_replicas,
             )
         )  # fmt: skip
 
@@ -201,9 +204,10 @@ class Recorder:
 
         if not self._members and not self._leaps:
             return
-        iterations, stages = iteration_tables(self._numbers, self._members, self._leaps)
+        iterations, stages = iteration_tables(self._numbers, self._members, self._leap_numbers, self._leaps)
         self._numbers.clear()
         self._members.clear()
+        self._leap_numbers.clear()
         self._leaps.clear()
         self._leapt = 0
         self._sink.write("iterations", iterations)

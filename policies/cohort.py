@@ -205,6 +205,17 @@ class Cohort:
             heappop(steps)
         return steps[0] - self.planned if steps else 0
 
+    def growth_within(self, steps: int) -> list[int]:
+        """Blocks that the next 0, 1, ..., `steps` steps need in all."""
+        regrown: dict[int, int] = {}
+        grown = [0]
+        for step in range(self.planned, self.planned + steps):
+            growth = len(self._grows_at.get(step, ())) + regrown.pop(step, 0)
+            if growth:
+                regrown[step + self.block_size] = growth
+            grown.append(grown[-1] + growth)
+        return grown
+
     def steps_within(self, free_blocks: int, most: int) -> int:
         """How many further steps, at most `most`, can be planned with `free_blocks` blocks."""
         size, block_size, grows_at = self.size, self.block_size, self._grows_at

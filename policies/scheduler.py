@@ -75,6 +75,11 @@ class Scheduler:
         self._cohorts = 0
         self._batches = 0
 
+    @property
+    def depth(self) -> int:
+        """Batches that may be in flight at once: one a micro-batch, and one more where planning runs ahead."""
+        return self.host.micro_batches + self.host.chase_decodes
+
     # Requests come and go
 
     def add(

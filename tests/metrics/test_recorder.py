@@ -105,7 +105,8 @@ def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, num_stag
             stages[:, :, 2] = 1
             leapt.leap(
                 1, number, BatchShape((), 3, context, 40 + step, 1, 3, 8), starts, starts + 8, 9, step, 3, 2,
-                50 - np.arange(k), 2, 1, 5, np.arange(k) % 2 == 0, stages_ns=stages if num_stages > 1 else None,
+                50 - np.arange(k), 2, 1, 5, np.arange(k) % 2 == 0, planned_ns=starts - 2 if k % 2 else None,
+                stages_ns=stages if num_stages > 1 else None,
             )  # fmt: skip
         now, number, step, context = now + 10 * k, number + k, step + k, context + 3 * k
     expected, found = plain.tables(), leapt.tables()

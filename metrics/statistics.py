@@ -1,0 +1,62 @@
+"""Means and percentiles, exact, over values that may carry a multiplicity.
+
+The percentile is numpy's default ("linear"): with n values in order, v[0] to v[n-1], the q-quantile lies at position
+q * (n - 1), between its two neighbours. A value of multiplicity w counts as w values; no list is ever expanded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+PERCENTILES = (50, 90, 95, 99)
+STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def percentiles(values: NDArray[np.generic], q: Sequence[float], weights: Ints | None = None) -> list[float]:
+    """The q-th percentiles (0 to 100) of `values`, each counted `weights` times; NaN where there is no value."""
+    if weights is None:
+        total, cumulative, ordered = len(values), None, np.sort(values)
+    else:
+        order = np.argsort(values, kind="stable")
+        ordered, cumulative = values[order], np.cumsum(weights[order])
+        total = int(cumulative[-1]) if len(cumulative) else 0
+    if not total:
+        return [math.nan] * len(q)
+
+    def at(position: int) -> float:
+        return float(ordered[position if cumulative is None else np.searchsorted(cumulative, position, side="right")])
+
+    found = []
+    for percent in q:
+        position = percent / 100 * (total - 1)
+        below = math.floor(position)
+        low, high = at(below), at(min(below + 1, total - 1))
+        share = position - below
+        # The side that numpy interpolates from, so that the results are equal to the last bit.
+        found.append(high - (high - low) * (1 - share) if share >= 0.5 else low + (high - low) * share)
+    return found
+
+
+def statistics(values: Floats, weights: Ints | None = None) -> dict[str, float]:
+    """mean, p50, p90, p95, p99 and max; all NaN where there is no value."""
+    if not len(values):
+        return dict.fromkeys(STATISTICS, math.nan)
+    mean = np.mean(values) if weights is None else np.average(values, weights=weights)
+    return {
+        "mean": float(mean),
+        **{f"p{q}": value for q, value in zip(PERCENTILES, percentiles(values, PERCENTILES, weights))},
+        "max": float(np.max(values if weights is None else values[weights > 0])),
+    }
+
+
+def jain_index(shares: Floats) -> float:
+    """Jain's fairness index, (sum x)^2 / (n sum x^2): 1 when all get the same, 1/n when one gets everything."""
+    squares = float(np.sum(np.square(shares)))
+    return float(np.sum(shares)) ** 2 / (len(shares) * squares) if squares else math.nan

@@ -1,0 +1,67 @@
+"""One way to set up a scheduler, for simulator and executor alike: policy, ledger, host and limits that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from policies.batch import BatchShape
+from policies.block_ledger import BlockLedger
+from policies.host import Host
+from policies.ledger import CountingLedger, KVLedger
+from policies.policy import Policy
+from policies.request import Ns
+from policies.scheduler import Scheduler
+
+
+def make_scheduler(
+    policy: Policy,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    max_model_len: int,
+    token_budget: int | None = None,
+    max_num_seqs: int | None = None,
+    watermark: float | None = None,
+    micro_batches: int = 1,
+    chase_chunks: bool = False,
+    tile: int = 128,
+    estimator: Callable[[BatchShape], Ns] | None = None,
+    by_id: bool = False,
+) -> Scheduler:
+    """A scheduler for one engine.
+
+    num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output. token_budget, max_num_seqs,
+    watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
+    executor needs them; a policy with `prefix_caching` always gets them).
+
+    A policy whose knobs have `async_scheduling` plans one batch ahead: see `Scheduler.depth`.
+    """
+    ahead = bool(getattr(policy, "async_scheduling", False))
+    caching = bool(getattr(policy, "prefix_caching", False))
+    ledger: KVLedger
+    if by_id or caching:
+        ledger = BlockLedger(
+            num_blocks,
+            block_size,
+            max_model_len,
+            prefix_caching=caching,
+            free_order=getattr(policy, "free_order", "0.32"),
+        )
+    else:
+        ledger = CountingLedger(num_blocks, block_size, max_model_len)
+    host = Host(
+        micro_batches=micro_batches,
+        chase_chunks=chase_chunks or ahead,
+        chase_decodes=ahead,
+        tile=tile,
+        estimator=estimator,
+    )
+    return Scheduler(
+        policy,
+        ledger,
+        host,
+        token_budget=policy.default_token_budget(max_model_len) if token_budget is None else token_budget,
+        max_num_seqs=policy.default_max_num_seqs() if max_num_seqs is None else max_num_seqs,
+        max_model_len=max_model_len,
+        watermark=watermark,
+    )

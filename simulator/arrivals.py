@@ -1,0 +1,80 @@
+"""Who arrives when: a trace played into the cluster, open or closed loop, with clients that may give up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simpy import Environment, Event
+
+from policies import Ns, Request
+from simulator.moment import ARRIVAL, Moment
+from workloads import Trace
+
+
+class Arrivals:
+    """Plays a trace. `submit(request, output_tokens)` is called for every arrival, in trace order at equal times;
+    `give_up(row)` when a client's patience ends.
+
+    Only the next arrival stands in the event queue, so a million requests cost no more than a hundred.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        trace: Trace,
+        submit: Callable[[Request, int], None],
+        give_up: Callable[[int], None],
+    ) -> None:
+        self.env = env
+        self.trace = trace
+        self.submit = submit
+        self.give_up = give_up
+        self.arrived = 0
+        self._followers = trace.followers()
+        self._open = [row for row in range(len(trace))] if not self._followers else self._open_rows(trace)
+        self._times = trace.arrival_ns.tolist()
+        self._outputs = trace.output_tokens.tolist()
+        self._impatient = trace.abort_ns is not None
+        self._next = 0
+        self._schedule_next()
+
+    @staticmethod
+    def _open_rows(trace: Trace) -> list[int]:
+        assert trace.after_row is not None
+        return [row for row, after in enumerate(trace.after_row.tolist()) if after < 0]
+
+    def ended(self, row: int) -> None:
+        """The answer of a row has ended, however: those who waited for it arrive after their think time."""
+        for follower in self._followers.get(row, ()):
+            assert self.trace.think_ns is not None
+            delay = int(self.trace.think_ns[follower])
+            Moment(self.env, delay, lambda event, row=follower: self._arrive(row), ARRIVAL)  # type: ignore[misc]
+
+    def _schedule_next(self) -> None:
+        if self._next < len(self._open):
+            at = self._times[self._open[self._next]]
+            Moment(self.env, at - self.env.now, self._on_arrival, ARRIVAL)
+
+    def _on_arrival(self, event: Event) -> None:
+        now = self.env.now
+        times, rows = self._times, self._open
+        while self._next < len(rows) and times[rows[self._next]] <= now:
+            row = rows[self._next]
+            self._next += 1
+            self._arrive(row)
+        self._schedule_next()
+
+    def _arrive(self, row: int) -> None:
+        now: Ns = self.env.now
+        request = self.trace.request(row)
+        if request.arrival_ns != now:
+            request = Request(
+                row, now, request.prompt_tokens, request.max_output_tokens, request.prefix_hashes,
+                request.hash_tokens, request.session, request.priority, request.slo,
+            )  # fmt: skip
+        self.arrived += 1
+        if self._impatient:
+            patience = self.trace.timeout_ns(row)
+            if patience >= 0:
+                Moment(self.env, patience, lambda event: self.give_up(row), ARRIVAL)
+        self.submit(request, self._outputs[row])

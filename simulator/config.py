@@ -1,0 +1,78 @@
+"""Everything that defines a simulated run, as plain data: the same fields as flags, as TOML keys and in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from simulator.errors import SimulationError
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """A run, apart from its trace. None means: decided by policy, model or trace.
+
+    knobs: of the policy. cost_model: auto, roofline, or the path of a fitted model. dtype, kv_dtype: auto is the
+    model's own. tp, pp: devices per stage and stages. max_model_len: longest prompt + output, the trace's own longest
+    by default. num_blocks: usable KV blocks, otherwise what the GPU's memory holds.
+    warmup: requests ("100") or seconds ("30s") left out of the statistics. slo: "ttft_p99=2,tbt_p99=0.2".
+    """
+
+    policy: str = "chunked"
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "llama-3.1-8b"
+    gpu: str = "h100"
+    cost_model: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    tp: int = 1
+    pp: int = 1
+    layer_split: tuple[int, ...] | None = None
+    pp_overlap: bool = True
+    chase_chunks: bool = False
+    token_budget: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    watermark: float | None = None
+    rate_scale: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+    warmup: str | None = None
+    slo: str | None = None
+    leaps: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise SimulationError(f"--gpu-memory-utilization: found {share:g}, expected above 0 and at most 1")
+        if self.watermark is not None and not 0 <= self.watermark < 1:
+            raise SimulationError(f"--watermark: found {self.watermark:g}, expected at least 0 and below 1")
+        if not 0 < self.rate_scale < float("inf"):
+            raise SimulationError(f"--rate-scale: found {self.rate_scale}, expected a number above 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ReplayConfig:
+        """A config from plain data (TOML, config.json); an unknown key is an error that names the known ones."""
+        known = {entry.name for entry in fields(cls)}
+        cleaned = {}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+            cleaned[name] = tuple(value) if name == "layer_split" and value is not None else value
+        return cls(**cleaned)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

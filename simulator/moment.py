@@ -1,0 +1,30 @@
+"""One future moment at which something is called: SimPy's timeout with a chosen rank among events of that moment.
+
+Ranks make a run a function of its config: at one instant requests arrive first, then batches complete, then idle
+engines look whether there is something to plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simpy import Environment, Event
+
+ARRIVAL, COMPLETION, WAKE = 0, 1, 2
+
+
+class Moment(Event):
+    """Calls `callback(event)` after `delay_ns`; `void` (settable) tells the callback that the plan has changed."""
+
+    __slots__ = ("void",)
+
+    def __init__(
+        self, env: Environment, delay_ns: int, callback: Callable[[Event], None], rank: int = COMPLETION
+    ) -> None:
+        self.env = env
+        self.callbacks = [callback]
+        self._value = None
+        self._ok = True
+        self._defused = False
+        self.void = False
+        env.schedule(self, rank, delay_ns)

@@ -1,0 +1,320 @@
+"""One engine in virtual time: a scheduler, a pipeline of stages, and a cost model that says how long things take.
+
+A batch costs one event: its stage times follow from a recurrence (a stage starts when it is free and its input is
+there), so only its completion has to be waited for. Equal iterations are crossed in one leap; whoever needs to see the
+replica in the middle of one (an arrival, a withdrawal, a router) settles it first, at the right iteration boundary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from simpy import Environment, Event
+
+from metrics import Recorder
+from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from simulator.moment import COMPLETION, WAKE, Moment
+
+if TYPE_CHECKING:
+    from profiler.cost_model import CostModel
+
+# Below this a vectorised leap costs more than the plain steps it replaces.
+LEAST_LEAP = 4
+
+
+class Flight(NamedTuple):
+    """A batch between plan and completion, with what the records say of it."""
+
+    batch: Batch
+    start_ns: Ns
+    end_ns: Ns
+    host_before_ns: Ns
+    host_after_ns: Ns
+    device_ns: Ns
+    stages: tuple[tuple[Ns, Ns, Ns], ...]
+    running: int
+    waiting: int
+    free_blocks: int
+
+
+class Leap(NamedTuple):
+    """Equal iterations in flight at once: iteration i of them ends at ends_ns[i], the last one as any batch does."""
+
+    batch: Batch
+    starts_ns: NDArray[np.int64]
+    ends_ns: NDArray[np.int64]
+    device_ns: NDArray[np.int64]
+    host_before_ns: Ns
+    host_after_ns: Ns
+    completion: Moment
+
+
+class Replica:
+    """TP x PP devices that share a scheduler.
+
+    on_end(track, replica): called once for every request that ends here, whatever its end.
+    overlap_sends: a stage may start its next batch while the last one's output is still on the link.
+    leaps: cross equal iterations in one step (False keeps the plain path, the reference of the tests).
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        number: int,
+        scheduler: Scheduler,
+        cost: CostModel,
+        recorder: Recorder,
+        *,
+        on_end: Callable[[Track, Replica], None] | None = None,
+        overlap_sends: bool = True,
+        leaps: bool = True,
+    ) -> None:
+        self.env = env
+        self.number = number
+        self.scheduler = scheduler
+        self.cost = cost
+        self.recorder = recorder
+        self.on_end = on_end
+        self.overlap_sends = overlap_sends
+        self.leaps = leaps and scheduler.depth == 1
+        self.busy_ns = 0
+        self._flights: deque[Flight] = deque()
+        self._leap: Leap | None = None
+        self._free_ns = [0] * cost.stages
+        self._last_end_ns = 0
+        self._ahead = scheduler.host.chase_decodes
+        self._wake: Moment | None = None
+        self._look_ns = 0
+
+    # Requests come and go
+
+    def submit(self, request: Request, ends_after: int | None, *, computed: int = 0, produced: int = 0) -> Track:
+        """Queue a request now. computed, produced: as `Scheduler.add` takes them (KV handed over)."""
+        now = self.env.now
+        self.settle()
+        track = self.scheduler.add(request, now, ends_after=ends_after, computed=computed, produced=produced)
+        if track.status == "rejected":
+            self._end(track)
+        else:
+            self._wake_soon()
+        return track
+
+    def withdraw(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
+        """Take requests out now; their blocks are free for the next plan."""
+        self.settle()
+        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
+        for track in gone:
+            self._end(track)
+        if gone:
+            self._wake_soon()
+        return gone
+
+    def settle(self) -> None:
+        """Bring a leap up to now: iterations that ended before this moment are complete, one is in flight."""
+        leap = self._leap
+        if leap is None:
+            return
+        self._leap = None
+        done = int(np.searchsorted(leap.ends_ns, self.env.now, side="left"))
+        last = len(leap.ends_ns) - 1
+        if done < last:
+            leap.completion.void = True
+            Moment(self.env, int(leap.ends_ns[done]) - self.env.now, self._complete, COMPLETION)
+        self._cross(leap, done)
+
+    # Planning
+
+    def _wake_soon(self) -> None:
+        if self._wake is None and len(self._flights) < self.scheduler.depth and self._leap is None:
+            self._wake = Moment(self.env, 0, self._on_wake, WAKE)
+
+    def _on_wake(self, event: Event) -> None:
+        if event is self._wake:
+            self._wake = None
+        self._plan()
+
+    def _plan(self) -> None:
+        scheduler, flights = self.scheduler, self._flights
+        depth = scheduler.depth
+        while len(flights) < depth and self._leap is None:
+            now = self.env.now
+            if not self._ahead and now < self._free_ns[0]:
+                self._plan_at(self._free_ns[0])
+                return
+            batch = scheduler.plan(now)
+            if batch is not None:
+                self._launch(batch)
+                continue
+            if scheduler.alarm_ns is not None:
+                self._plan_at(max(now + 1, scheduler.alarm_ns))
+                return
+            if flights:
+                return
+            stuck = scheduler.reject_stuck(now)
+            if stuck is None:
+                return
+            self._end(stuck)
+
+    def _plan_at(self, at_ns: Ns) -> None:
+        if not self.env.now < self._look_ns <= at_ns:
+            self._look_ns = at_ns
+            Moment(self.env, at_ns - self.env.now, self._on_wake, WAKE)
+
+    def _launch(self, batch: Batch) -> None:
+        cost, env = self.cost, self.env
+        now = env.now
+        shape = batch.shape
+        before, after = cost.host_ns(shape)
+        if self.leaps:
+            quiet = self.scheduler.quiet_steps(batch)
+            if quiet >= LEAST_LEAP:
+                self._launch_leap(batch, quiet, before, after)
+                return
+        free = self._free_ns
+        if cost.stages == 1:
+            device = cost.stage_ns(shape)
+            start = now + before
+            if start < free[0]:
+                start = free[0]
+            free[0] = end = start + device
+            stages: tuple[tuple[Ns, Ns, Ns], ...] = ()
+        else:
+            start, end, device, stages = self._through_stages(batch, now + before)
+        completes = max(end + after, self._last_end_ns)
+        self._last_end_ns = completes
+        scheduler = self.scheduler
+        queues = scheduler.queues
+        self._flights.append(
+            Flight(
+                batch, start, completes, before, after, device, stages, queues.num_running, len(queues.waiting),
+                scheduler.ledger.free_blocks,
+            )
+        )  # fmt: skip
+        Moment(env, completes - now, self._complete, COMPLETION)
+
+    def _through_stages(self, batch: Batch, ready_ns: Ns) -> tuple[Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...]]:
+        """Stage times of a batch: a stage starts when it is free and its input has arrived."""
+        cost, shape, free = self.cost, batch.shape, self._free_ns
+        stages = []
+        device = 0
+        arrived = ready_ns
+        for stage in range(cost.stages):
+            start = max(arrived, free[stage])
+            busy = cost.stage_ns(shape, stage)
+            end = start + busy
+            send = cost.send_ns(shape, stage)
+            free[stage] = end if self.overlap_sends else end + send
+            arrived = end + send
+            device += busy
+            stages.append((start, end, send))
+        return stages[0][0], stages[-1][1], device, tuple(stages)
+
+    # Leaps
+
+    def _launch_leap(self, batch: Batch, quiet: int, before: Ns, after: Ns) -> None:
+        now = self.env.now
+        device = self.cost.repeat_ns(batch.shape, quiet + 1)
+        ends = now + np.cumsum(device + (before + after))
+        starts = ends - after - device
+        completion = Moment(self.env, int(ends[-1]) - now, self._complete, COMPLETION)
+        self._leap = Leap(batch, starts, ends, device, before, after, completion)
+
+    def _cross(self, leap: Leap, done: int) -> None:
+        """The first `done` iterations of a leap are complete; the next one is in flight as a plain batch."""
+        scheduler, batch = self.scheduler, leap.batch
+        queues = scheduler.queues
+        running, waiting = queues.num_running, len(queues.waiting)
+        free_blocks = scheduler.ledger.free_blocks
+        if done:
+            shape, first_number, part = batch.shape, batch.number, batch.parts[0]
+            assert not isinstance(part, Chunk)
+            free_each = free_blocks - np.array(part.cohort.growth_within(done - 1))
+            last_shape = shape._replace(
+                decode_context_total=shape.decode_context_total + (done - 1) * shape.decodes,
+                decode_context_max=shape.decode_context_max + done - 1,
+            )
+            inside: Any = self.cost.inside(shape)
+            if inside != self.cost.inside(last_shape):
+                inside = self._inside_each(batch, done)
+            self.busy_ns += int(leap.device_ns[:done].sum())
+            scheduler.leap(batch, leap.ends_ns[:done].tolist())
+            self.recorder.leap(
+                self.number, first_number, shape, leap.starts_ns[:done], leap.ends_ns[:done], part.cohort.number,
+                part.step, running, waiting, free_each, leap.host_before_ns, leap.host_after_ns,
+                leap.device_ns[:done], inside,
+            )  # fmt: skip
+            free_blocks = scheduler.ledger.free_blocks
+        end = int(leap.ends_ns[done])
+        self._free_ns[0] = end - leap.host_after_ns
+        self._last_end_ns = end
+        self._flights.append(
+            Flight(
+                batch, int(leap.starts_ns[done]), end, leap.host_before_ns, leap.host_after_ns,
+                int(leap.device_ns[done]), (), running, waiting, free_blocks,
+            )
+        )  # fmt: skip
+
+    def _inside_each(self, batch: Batch, steps: int) -> NDArray[np.bool_]:
+        shape = batch.shape
+        return np.array(
+            [
+                self.cost.inside(
+                    shape._replace(
+                        decode_context_total=shape.decode_context_total + step * shape.decodes,
+                        decode_context_max=shape.decode_context_max + step,
+                    )
+                )
+                for step in range(steps)
+            ]
+        )
+
+    # Completion
+
+    def _complete(self, event: Event) -> None:
+        if event.void:  # type: ignore[attr-defined]
+            return
+        leap = self._leap
+        if leap is not None:
+            self._leap = None
+            self._cross(leap, len(leap.ends_ns) - 1)
+        flight = self._flights.popleft()
+        batch = flight.batch
+        outcome = self.scheduler.complete(batch, flight.end_ns)
+        self._record(flight)
+        for track in outcome.finished:
+            self._end(track)
+        for cohort in self.scheduler.take_retired():
+            self.recorder.cohort_times(self.number, cohort.number, cohort.times)
+        self._plan()
+
+    def _record(self, flight: Flight) -> None:
+        batch = flight.batch
+        chunks = []
+        cohorts = []
+        for part in batch.parts:
+            if isinstance(part, Chunk):
+                chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
+            else:
+                cohorts.append((part.cohort.number, part.step, part.size))
+        self.busy_ns += flight.device_ns
+        self.recorder.iteration(
+            self.number, batch.number, batch.planned_ns, flight.start_ns, flight.end_ns, batch.shape, chunks, cohorts,
+            len(batch.preempted), flight.running, flight.waiting, flight.free_blocks, batch.cached_tokens,
+            flight.host_before_ns, flight.host_after_ns, flight.device_ns, self.cost.inside(batch.shape),
+            stages=flight.stages,
+        )  # fmt: skip
+
+    def _end(self, track: Track) -> None:
+        if self.on_end is not None:
+            self.on_end(track, self)
+
+    def close(self) -> None:
+        """Hand the token times of cohorts still alive to the recorder (a run that was cut short)."""
+        self.settle()
+        for part in self.scheduler.queues.parts:
+            if not isinstance(part, Track):
+                self.recorder.cohort_times(self.number, part.number, part.times)
