@@ -145,7 +145,8 @@ def policies_command(as_json: o.Json = False) -> None:
         console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            console.print(f"    --{knob.replace('_', '-')} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = knob.replace("_", "-")
+            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
 def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:
@@ -220,7 +221,7 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         return
     from rich.console import Console
 
-    from metrics.table import comparison_table
+    from metrics.report import comparison_table
 
     console = Console()
     console.print(comparison_table(summaries))
