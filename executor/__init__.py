@@ -1,0 +1,28 @@
+"""Real time: a PyTorch model with a paged KV cache, driven by the scheduler and policies that the simulator uses.
+
+Names below load on first use, so that importing the package does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "ExecutorError": "errors",
+    "GREEDY": "sampler",
+    "KVCache": "kv_cache",
+    "Loaded": "loading",
+    "Model": "model",
+    "Sampling": "sampler",
+    "Step": "step",
+    "load_model": "loading",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"executor.{_HOME[name]}"), name)

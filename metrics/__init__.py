@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from metrics.columns import MetricsError
 
 if TYPE_CHECKING:
+    from metrics.figures import draw_all
     from metrics.recorder import Recorder
+    from metrics.report import comparison_table, differences
     from metrics.run_folder import is_run_folder, read_run, write_run
     from metrics.slo import parse_slo
     from metrics.summary import parse_warmup, summarise, summarise_classes
@@ -26,14 +28,17 @@ _HOME = {
     "parse_warmup": "metrics.summary",
     "summarise": "metrics.summary",
     "summarise_classes": "metrics.summary",
+    "comparison_table": "metrics.report",
+    "differences": "metrics.report",
+    "draw_all": "metrics.figures",
     "is_run_folder": "metrics.run_folder",
     "read_run": "metrics.run_folder",
     "write_run": "metrics.run_folder",
 }
 
 __all__ = [
-    "SUMMARY_KEYS", "MetricsError", "Recorder", "RunTables", "is_run_folder", "parse_slo", "parse_warmup", "read_run",
-    "summarise", "summarise_classes", "write_run",
+    "SUMMARY_KEYS", "MetricsError", "Recorder", "RunTables", "comparison_table", "differences", "draw_all",
+    "is_run_folder", "parse_slo", "parse_warmup", "read_run", "summarise", "summarise_classes", "write_run",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.utilisation import Work, share_of_peak, work_per_iteration
+from metrics.windows import held_ns
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -246,8 +247,8 @@ def _counts(requests: dict[str, NDArray[Any]], measured: Bools) -> dict[str, flo
 
 
 def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s: float) -> dict[str, Any]:
-    everything_ns = {name: run.column_ns("iterations", name) for name in ("planned_s", "start_s", "end_s")}
-    inside_window = everything_ns["end_s"] > round(start_s * 1e9)
+    begun_ns, ended_ns = run.column_ns("iterations", "start_s"), run.column_ns("iterations", "end_s")
+    inside_window = ended_ns > round(start_s * 1e9)
 
     def column(name: str) -> NDArray[Any]:
         return run.column("iterations", name)[inside_window]
@@ -256,13 +257,13 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
     dummies, decodes = column("dummy_tokens").astype(np.int64), column("decodes")
     count, useful, padding = len(tokens), int(tokens.sum()), int(dummies.sum())
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
-    held = _time_in_flight(run, everything_ns)[inside_window]
+    held = held_ns(run)[inside_window]
     device_ns = int(run.column_ns("iterations", "device_s")[inside_window].sum())
     host_ns = sum(
         int(run.column_ns("iterations", f"host_{when}_s")[inside_window].sum()) for when in ("before", "after")
     )
     units = len(np.unique(run.column("stages", "replica").astype(np.int64) * 65_536 + run.column("stages", "stage")))
-    lengths = (everything_ns["end_s"] - everything_ns["start_s"])[inside_window] / 1e9
+    lengths = (ended_ns - begun_ns)[inside_window] / 1e9
     found: dict[str, Any] = {f"iteration_s_{name}": value for name, value in statistics(lengths).items()}
     found.update(
         iterations=count,
@@ -288,18 +289,6 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
         found["kv_use_mean"] = _ratio(float((used * held).sum()), float(held.sum()))
         found["kv_use_max"] = float(np.max(used, initial=0.0))
     return found
-
-
-def _time_in_flight(run: RunTables, times_ns: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """For how long the state after each plan held: until the replica's next plan, or its end if that is sooner."""
-    replica, planned, end = run.column("iterations", "replica"), times_ns["planned_s"], times_ns["end_s"]
-    order = np.lexsort((run.column("iterations", "iteration"), replica))
-    until = end[order]
-    same = replica[order][1:] == replica[order][:-1]
-    until[:-1] = np.where(same, np.minimum(until[:-1], planned[order][1:]), until[:-1])
-    held = np.empty_like(until)
-    held[order] = np.maximum(until - planned[order], 0)
-    return held
 
 
 def _utilisation(

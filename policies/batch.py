@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -69,17 +69,18 @@ class Decodes(NamedTuple):
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
 
-    parts keep batch order. joins: (track, its admission epoch) for every chunk that samples a token; `grown` lists the
-    cohorts (with step) whose token times this batch extends. new_blocks: (request id, table index, block id) of
-    blocks given out for this batch, kept by the by-id ledger alone.
+    parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
+    that samples a token. grown: (cohort, step, members decoded) for every cohort whose token times this batch extends.
+    new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
     """
 
     number: int
     planned_ns: int
     parts: Sequence[Chunk | Decodes]
+    chunks: Sequence[Chunk]
     shape: BatchShape
-    preempted: Sequence[Track] = ()
-    new_blocks: Sequence[tuple[int, int, int]] = ()
-    cached_tokens: int = 0
-    joins: list[tuple[Track, int]] = field(default_factory=list)
-    grown: list[tuple[Cohort, int]] = field(default_factory=list)
+    preempted: Sequence[Track]
+    new_blocks: Sequence[tuple[int, int, int]]
+    cached_tokens: int
+    joins: list[tuple[Track, int]]
+    grown: list[tuple[Cohort, int, int]]

@@ -27,6 +27,8 @@ class BlockLedger:
         with the same prefix, or by their own request after a preemption.
     """
 
+    by_id = True
+
     def __init__(
         self,
         total_blocks: int,

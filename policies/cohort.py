@@ -6,7 +6,7 @@ context total, one append to the list of times, and the blocks of those few memb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import heappop, heappush
 
 from policies.request import Ns
@@ -19,7 +19,7 @@ class Cohort:
     planned: steps planned so far; `times` holds the token time of every *completed* step, so planned - len(times)
         steps are in flight.
     context_total / context_max: contexts before the next step, that is without the token about to be decoded.
-    growth: KV blocks that the next step needs.
+    growth: KV blocks that the next step needs. peak: the most members it ever had.
 
     A member's context is `track.base + planned`. It joins at step `segment_start`: times[segment_start] is the time of
     the token that its last chunk sampled (or, after a merge, of its first token decoded here).
@@ -27,7 +27,7 @@ class Cohort:
 
     __slots__ = (
         "_deepest", "_end_steps", "_ends_at", "_grows_at", "_members", "_unsorted", "block_size", "closing",
-        "context_total", "lost", "number", "planned", "size", "times",
+        "context_total", "lost", "number", "peak", "planned", "size", "times",
     )  # fmt: skip
 
     def __init__(self, number: int, block_size: int) -> None:
@@ -36,6 +36,7 @@ class Cohort:
         self.planned = 0
         self.times: list[Ns] = []
         self.size = 0
+        self.peak = 0
         self.context_total = 0
         self._members: dict[Track, None] = {}
         self._unsorted = False
@@ -111,6 +112,8 @@ class Cohort:
         track.segment_start = segment_start
         track.decodes_from = decodes_from
         self.size += 1
+        if self.size > self.peak:
+            self.peak = self.size
         self.context_total += context
         heappush(self._deepest, (-base, track.order, track))
         self._grows_at.setdefault(track.blocks * self.block_size - base, {})[track] = None
@@ -176,18 +179,35 @@ class Cohort:
         self.context_total += self.size
         return growing
 
-    def complete(self, now_ns: Ns) -> int:
-        """The oldest step in flight is done; returns its index."""
+    def advance_by(self, steps: int, grow: Callable[[Collection[Track]], None]) -> list[int]:
+        """Plan `steps` steps at once; `grow` gets the members that need a block. Returns the blocks each step took."""
+        grows_at, block_size = self._grows_at, self.block_size
+        taken = []
+        for step in range(self.planned, self.planned + steps):
+            growing = grows_at.pop(step, None)
+            if growing:
+                later = grows_at.get(step + block_size)
+                if later is None:
+                    grows_at[step + block_size] = growing
+                else:
+                    later.update(growing)
+                grow(growing)
+                taken.append(len(growing))
+            else:
+                taken.append(0)
+        self.planned += steps
+        self.context_total += steps * self.size
+        return taken
+
+    def complete(self, now_ns: Ns) -> bool:
+        """The oldest step in flight is done; returns whether it delivered somebody's last token."""
         times = self.times
         times.append(now_ns)
-        return len(times) - 1
+        return len(times) in self._ends_at
 
     def ending(self) -> list[Track]:
         """Members whose last token the latest completed step delivered, in admission order; they have to leave."""
-        ending = self._ends_at.get(len(self.times))
-        if not ending:
-            return []
-        return sorted(ending, key=lambda track: track.order)
+        return sorted(self._ends_at[len(self.times)], key=lambda track: track.order)
 
     def exhausted(self) -> list[Track]:
         """Members whose declared limit is reached by the steps planned so far, in admission order."""
@@ -204,17 +224,6 @@ class Cohort:
         while steps and steps[0] not in self._ends_at:
             heappop(steps)
         return steps[0] - self.planned if steps else 0
-
-    def growth_within(self, steps: int) -> list[int]:
-        """Blocks that the next 0, 1, ..., `steps` steps need in all."""
-        regrown: dict[int, int] = {}
-        grown = [0]
-        for step in range(self.planned, self.planned + steps):
-            growth = len(self._grows_at.get(step, ())) + regrown.pop(step, 0)
-            if growth:
-                regrown[step + self.block_size] = growth
-            grown.append(grown[-1] + growth)
-        return grown
 
     def steps_within(self, free_blocks: int, most: int) -> int:
         """How many further steps, at most `most`, can be planned with `free_blocks` blocks."""

@@ -6,7 +6,8 @@ so that a policy is nothing but the order in which it asks. A grant reserves its
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policies.batch import BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
@@ -21,10 +22,14 @@ UNLIMITED = 1 << 60
 
 
 class Draft:
-    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far."""
+    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far.
+
+    only_now: the policy said that this plan holds for this moment only.
+    """
 
     __slots__ = (
-        "_scheduler", "alarm_ns", "budget_left", "cached_tokens", "dummy_tokens", "now_ns", "parts", "preempted",
+        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
+        "chunks", "decodes", "dummy_tokens", "now_ns", "only_now", "parts", "preempted",
     )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
@@ -32,10 +37,16 @@ class Draft:
         self.now_ns = now_ns
         self.budget_left = scheduler.token_budget
         self.parts: list[Chunk | Decodes] = []
+        self.chunks: list[Chunk] = []
         self.preempted: list[Track] = []
+        self.decodes = 0
         self.dummy_tokens = 0
         self.cached_tokens = 0
         self.alarm_ns: Ns | None = None
+        self.only_now = False
+        self._context_total = 0
+        self._context_max = 0
+        self._sampled = 0
 
     # What a policy may ask for
 
@@ -47,38 +58,72 @@ class Draft:
         grant); nothing is reserved then.
         """
         scheduler = self._scheduler
-        if cohort.planned != len(cohort.times):
+        step = cohort.planned
+        if step != len(cohort.times):
             self._refuse_if_not_chased(cohort)
         size = cohort.size
-        most = self.budget_left if at_most is None else min(at_most, self.budget_left)
-        if most <= 0 or not size:
-            return 0
-        if size > most:
+        most = self.budget_left
+        if at_most is not None and at_most < most:
+            most = at_most
+        if size > most or not size:
+            if most <= 0 or not size:
+                return 0
             scheduler.split(cohort, most)
             size = cohort.size
         ledger = scheduler.ledger
-        if cohort.growth > ledger.free_blocks:
+        growth = cohort.growth
+        if growth and growth > ledger.free_blocks:
             return 0
-        step, total, deepest = cohort.planned, cohort.context_total, cohort.context_max
+        total, deepest = cohort.context_total, cohort.context_max
         growing = cohort.advance()
         if growing:
             ledger.grow(growing)
         self.budget_left -= size
+        self.decodes += size
+        self._context_total += total
+        if deepest > self._context_max:
+            self._context_max = deepest
         self.parts.append(Decodes(cohort, step, size, total, deepest))
         return size
+
+    def decode_all(self, at_most: int | None = None, *, first_to_go: Callable[[Track], Any] | None = None) -> int:
+        """Decode the cohorts that are free to be planned, in admission order; returns the decodes granted.
+
+        at_most: by default this micro-batch's even share of the running requests, which without a pipeline is all of
+        them. Where blocks are short somebody is preempted until the others fit: the last admitted, or whoever has the
+        largest `first_to_go` (O(running), in that moment alone).
+        """
+        scheduler = self._scheduler
+        queues = scheduler.queues
+        if at_most is None:
+            at_most = -(-queues.num_running // scheduler.host.micro_batches)
+        for cohort in queues.cohorts:
+            # Counted anew each time: a victim may have been granted its decode before.
+            while cohort.size and (left := at_most - self.decodes) > 0 and self.budget_left > 0:
+                if self.decode(cohort, left):
+                    break
+                self.preempt(max(queues.running_tracks(), key=first_to_go) if first_to_go is not None else None)
+        return self.decodes
 
     def chunk(self, track: Track, tokens: int) -> int:
         """Prefill up to `tokens` more of a running prompt; returns the tokens granted, 0 if blocks are short."""
         if track.cohort is not None or track.order < 0 or track.closing:
             raise PolicyError(f"request {track.request.id} is {track.status} and has no prompt left to prefill")
         prefix = track.own_context
-        granted = min(tokens, track.own_known - prefix, self.budget_left)
+        granted = track.own_known - prefix
+        if tokens < granted:
+            granted = tokens
+        if self.budget_left < granted:
+            granted = self.budget_left
         if granted <= 0:
             return 0
         ledger = self._scheduler.ledger
-        needed = ledger.blocks_for(prefix + granted) - track.blocks
-        if needed > ledger.free_blocks:
-            return 0
+        context = prefix + granted
+        short = -(-context // ledger.block_size) - track.blocks
+        if short > 0:
+            if short > ledger.free_blocks:
+                return 0
+            ledger.extend(track, context)
         self._grant_chunk(track, granted, prefix)
         return granted
 
@@ -111,6 +156,11 @@ class Draft:
         self._grant_chunk(track, granted, cached)
         return granted
 
+    def to_prefill(self, track: Track) -> int:
+        """Tokens that a waiting request would have to prefill if it were admitted now: all but its prefix hit, or but
+        what was handed over with it."""
+        return track.own_known - max(self._scheduler.ledger.cached_tokens(track), track.computed)
+
     def preempt(self, track: Track | None = None) -> Track | None:
         """Stop a running request, by default the last admitted: its blocks are freed, it waits in front of the queue
         and recomputes prompt and output so far. A grant that this plan made to it is undone. None: nobody is left.
@@ -139,6 +189,17 @@ class Draft:
         self.dummy_tokens = -rows % multiple if rows else 0
         return self.dummy_tokens
 
+    def pad_to(self, rows: int) -> int:
+        """Fill the batch with dummy tokens up to `rows` rows; returns how many were added."""
+        tokens = self.tokens
+        self.dummy_tokens = max(0, rows - tokens) if tokens else 0
+        return self.dummy_tokens
+
+    def only_for_now(self) -> None:
+        """Say that this plan followed from the time or from an estimate: asked a moment later, with nothing else
+        changed, the policy might plan otherwise. It keeps a policy that `repeats` true to its promise."""
+        self.only_now = True
+
     def wait_until(self, at_ns: Ns) -> None:
         """Ask for the next plan at `at_ns` at the latest, even if nothing arrives or ends before."""
         if self.alarm_ns is None or at_ns < self.alarm_ns:
@@ -146,29 +207,21 @@ class Draft:
 
     @property
     def tokens(self) -> int:
-        """Useful tokens granted so far."""
-        return sum([part.tokens if isinstance(part, Chunk) else part.size for part in self.parts])
-
-    @property
-    def decodes(self) -> int:
-        """Decodes granted so far."""
-        return sum([part.size for part in self.parts if isinstance(part, Decodes)])
+        """Useful tokens granted so far, `decodes` among them."""
+        return self.decodes + sum([chunk[1] for chunk in self.chunks])
 
     @property
     def shape(self) -> BatchShape:
         """The batch as it stands, for `host.estimate_ns`."""
-        chunks = []
-        decodes = total = deepest = sampled = 0
-        for part in self.parts:
-            if isinstance(part, Decodes):
-                decodes += part.size
-                total += part.context_total
-                if part.context_max > deepest:
-                    deepest = part.context_max
-            else:
-                chunks.append((part.tokens, part.prefix))
-                sampled += part.samples
-        return BatchShape(tuple(chunks), decodes, total, deepest, self.dummy_tokens, decodes + sampled)
+        decodes = self.decodes
+        return BatchShape(
+            tuple([(chunk[1], chunk[2]) for chunk in self.chunks]),
+            decodes,
+            self._context_total,
+            self._context_max,
+            self.dummy_tokens,
+            decodes + self._sampled,
+        )
 
     # How grants are booked and undone
 
@@ -185,13 +238,17 @@ class Draft:
     def _grant_chunk(self, track: Track, tokens: int, prefix: int) -> None:
         scheduler = self._scheduler
         context = prefix + tokens
-        scheduler.ledger.extend(track, context)
-        scheduler.ledger.computed(track, context)
+        if scheduler.ledger.prefix_caching:
+            scheduler.ledger.computed(track, context)
         track.own_context = context
         track.chunks_in_flight += 1
         scheduler.queues.prefill_tokens -= tokens
         self.budget_left -= tokens
-        self.parts.append(Chunk(track, tokens, prefix, context == track.own_known))
+        samples = context == track.own_known
+        self._sampled += samples
+        chunk = Chunk(track, tokens, prefix, samples)
+        self.chunks.append(chunk)
+        self.parts.append(chunk)
 
     def _grant_to(self, track: Track) -> int | None:
         """Index of the part that this plan granted to a track."""
@@ -209,6 +266,7 @@ class Draft:
         self._scheduler.queues.prefill_tokens += tokens
         track.chunks_in_flight -= 1
         track.own_context = prefix
+        self._recount()
 
     def _undo_decode(self, at: int, cohort: Cohort, context: int) -> None:
         """A member of a granted cohort has left it: shrink the grant. `context`: its context before the step."""
@@ -220,9 +278,19 @@ class Draft:
         left = cohort.lost.pop(part.step) - 1
         if left:
             cohort.lost[part.step] = left
-        if not cohort.size:
+        if cohort.size:
+            deepest = part.context_max if context < part.context_max else cohort.context_max - 1
+            self.parts[at] = Decodes(cohort, part.step, part.size - 1, part.context_total - context, deepest)
+        else:
             cohort.planned = part.step
             del self.parts[at]
-            return
-        deepest = part.context_max if context < part.context_max else cohort.context_max - 1
-        self.parts[at] = Decodes(cohort, part.step, part.size - 1, part.context_total - context, deepest)
+        self._recount()
+
+    def _recount(self) -> None:
+        """Sums over the parts, after one of them shrank."""
+        self.chunks = [part for part in self.parts if isinstance(part, Chunk)]
+        cohorts = [part for part in self.parts if isinstance(part, Decodes)]
+        self._sampled = sum([chunk.samples for chunk in self.chunks])
+        self.decodes = sum([part.size for part in cohorts])
+        self._context_total = sum([part.context_total for part in cohorts])
+        self._context_max = max([part.context_max for part in cohorts], default=0)

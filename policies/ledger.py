@@ -25,6 +25,8 @@ class KVView(Protocol):
     total_blocks: int
     slots: int
     longest: int
+    prefix_caching: bool
+    by_id: bool
 
     @property
     def free_blocks(self) -> int: ...
@@ -74,6 +76,9 @@ class KVLedger(KVView, Protocol):
 
 class CountingLedger:
     """Counts blocks; no ids, no sharing. `slots` follows from the longest allowed request."""
+
+    prefix_caching = False
+    by_id = False
 
     def __init__(self, total_blocks: int, block_size: int, longest: int = 0) -> None:
         if total_blocks < 1 or block_size < 1:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from policies.batch import Batch, BatchShape, Chunk, Decodes
+from policies.batch import Batch, BatchShape, Decodes
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
 from policies.errors import PolicyError
@@ -74,6 +74,7 @@ class Scheduler:
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._only_now = False
 
     @property
     def depth(self) -> int:
@@ -101,7 +102,7 @@ class Scheduler:
             return track
         self.tracks[request.id] = track
         queues = self.queues
-        queues.waiting.append(track)
+        queues.enqueue(track)
         queues.prefill_tokens += self._unplanned(track)
         queues.decode_tokens_promised += track.limit_after - produced
         return track
@@ -115,7 +116,7 @@ class Scheduler:
                 continue
             unplanned = self._unplanned(track)
             if track.order < 0:
-                self.queues.waiting.remove(track)
+                self.queues.dequeue(track)
             else:
                 self._vacate(track)
             self._forget(track, unplanned)
@@ -169,37 +170,28 @@ class Scheduler:
             if draft.parts or not draft.preempted:
                 break
         self.alarm_ns = draft.alarm_ns
+        self._only_now = draft.only_now
         if not draft.parts:
             return None
         return self._commit(draft)
 
     def _commit(self, draft: Draft) -> Batch:
-        parts = draft.parts
         number = self._batches
         self._batches = number + 1
         queues = self.queues
         queues.in_flight_batches += 1
-        if len(parts) == 1:
-            part = parts[0]
-            if isinstance(part, Decodes) and not draft.dummy_tokens:
-                cohort, step, size, total, deepest = part
-                queues.decode_tokens_promised -= size
-                return Batch(
-                    number, draft.now_ns, parts, BatchShape((), size, total, deepest, 0, size), draft.preempted,
-                    self.ledger.take_new_blocks(), 0, [], [(cohort, step)],
-                )  # fmt: skip
+        shape = draft.shape
+        queues.decode_tokens_promised -= shape.sampled
+        ledger = self.ledger
+        chunks = draft.chunks
+        grown = [(part.cohort, part.step, part.size) for part in draft.parts if part.__class__ is Decodes]
         batch = Batch(
-            number, draft.now_ns, parts, draft.shape, draft.preempted, self.ledger.take_new_blocks(),
-            draft.cached_tokens,
+            number, draft.now_ns, draft.parts, chunks, shape, draft.preempted,
+            ledger.take_new_blocks() if ledger.by_id else (), draft.cached_tokens, [], grown,
         )  # fmt: skip
-        queues.decode_tokens_promised -= batch.shape.sampled
-        grown = batch.grown
-        for part in parts:
-            if isinstance(part, Decodes):
-                grown.append((part.cohort, part.step))
-        for part in parts:
-            if isinstance(part, Chunk) and part.samples:
-                self._join(part.track, batch)
+        for chunk in chunks:
+            if chunk[3]:
+                self._join(chunk[0], batch)
         return batch
 
     def complete(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Outcome:
@@ -207,28 +199,22 @@ class Scheduler:
 
         stopped: ids of requests whose token in this batch ended them (a stop token was sampled).
         """
-        queues = self.queues
-        queues.in_flight_batches -= 1
+        self.queues.in_flight_batches -= 1
         gaps: list[tuple[Ns, int]] = []
         finished: list[Track] = []
         first_tokens: list[Track] = []
-        parts = batch.parts
-        for part in parts:
-            if isinstance(part, Decodes):
-                cohort = part.cohort
-                received = part.size
-                if cohort.lost:
-                    received -= cohort.lost.pop(part.step, 0)
-                if received:
-                    gaps.append((now_ns - cohort.times[-1], received))
-            else:
-                part.track.chunks_in_flight -= 1
-        for cohort, step in batch.grown:
-            done = cohort.complete(now_ns)
-            assert done == step, "batches complete in plan order"
-            finished.extend(cohort.ending())
+        for chunk in batch.chunks:
+            chunk[0].chunks_in_flight -= 1
+        for cohort, step, received in batch.grown:
+            if cohort.lost:
+                received -= cohort.lost.pop(step, 0)
+            if received:
+                gaps.append((now_ns - cohort.times[-1], received))
+            assert len(cohort.times) == step, "batches complete in plan order"
+            if cohort.complete(now_ns):
+                finished.extend(cohort.ending())
             if cohort.closing:
-                finished.extend(cohort.closing.pop(done + 1, ()))
+                finished.extend(cohort.closing.pop(step + 1, ()))
         for track, epoch in batch.joins:
             if track.epoch != epoch:
                 continue
@@ -245,63 +231,53 @@ class Scheduler:
         for track in finished:
             self._finish(track, now_ns)
         if len(batch.grown) > 1:
-            self._merge([cohort for cohort, _ in batch.grown])
+            self._merge([cohort for cohort, _, _ in batch.grown])
         return Outcome(first_tokens, finished, gaps)
 
     # Equal iterations
 
     def quiet_steps(self, batch: Batch) -> int:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
-        if not self.policy.repeats or len(batch.parts) != 1 or batch.preempted or batch.shape.dummy_tokens:
+        if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        part = batch.parts[0]
-        if isinstance(part, Chunk) or self.queues.in_flight_batches != 1 or self.alarm_ns is not None:
+        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None or self._only_now:
             return 0
-        cohort = part.cohort
-        if part.size != cohort.size or self.host.chase_decodes or len(self.queues.parts) != 1:
+        cohort, _, size = batch.grown[0]
+        if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
             return 0
         steps = cohort.steps_to_next_end()
         return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
 
-    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> None:
+    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> list[int]:
         """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.
 
         Exactly what that many calls of complete(batch, end) and plan(end) would do; `batch` is then the last of them,
-        in flight.
+        in flight. Returns the KV blocks that each of these plans took.
         """
         steps = len(ends_ns)
+        cohort, step, size = batch.grown[0]
         part = batch.parts[0]
         assert isinstance(part, Decodes)
-        cohort = part.cohort
         ledger = self.ledger
-        for _ in range(steps):
-            growing = cohort.advance()
-            if growing:
-                ledger.grow(growing)
+        taken = cohort.advance_by(steps, ledger.grow)
         cohort.times.extend(ends_ns)
-        size = part.size
         batch.number += steps
         self._batches += steps
         batch.planned_ns = ends_ns[-1]
-        batch.new_blocks = ledger.take_new_blocks()
-        moved = Decodes(
-            cohort, part.step + steps, size, part.context_total + steps * size, part.context_max + steps
-        )
-        batch.parts = [moved]
-        batch.grown = [(cohort, moved.step)]
-        batch.shape = BatchShape((), size, moved.context_total, moved.context_max, 0, size)
+        batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
+        total, deepest = part.context_total + steps * size, part.context_max + steps
+        batch.parts = [Decodes(cohort, step + steps, size, total, deepest)]
+        batch.grown = [(cohort, step + steps, size)]
+        batch.shape = BatchShape((), size, total, deepest, 0, size)
         self.queues.decode_tokens_promised -= steps * size
+        return taken
 
     # Books kept for the draft
 
     def start(self, track: Track, cached: int, now_ns: Ns) -> None:
         """Move a waiting track to the running ones, its first `cached` tokens being there already."""
         queues = self.queues
-        waiting = queues.waiting
-        if waiting[0] is track:
-            waiting.popleft()
-        else:
-            waiting.remove(track)
+        queues.dequeue(track)
         track.order = self._admissions
         self._admissions += 1
         track.status = "running"
@@ -310,7 +286,7 @@ class Scheduler:
         track.own_context = cached
         track.cached_total += cached - track.computed
         queues.prefill_tokens -= cached - track.computed
-        queues.num_running += 1
+        queues.count_running(track, 1)
         queues.parts.append(track)
 
     def stop(self, track: Track) -> None:
@@ -324,7 +300,7 @@ class Scheduler:
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - unplanned
-        queues.waiting.appendleft(track)
+        queues.enqueue_in_front(track)
 
     def last_admitted(self) -> Track | None:
         """The running track with the highest admission number, in flight or not."""
@@ -356,6 +332,8 @@ class Scheduler:
 
     def take_retired(self) -> list[Cohort]:
         """Cohorts that died since the last call and whose token times are complete."""
+        if not self._retired:
+            return []
         done = [cohort for cohort in self._retired if not cohort.in_flight]
         if done:
             self._retired = [cohort for cohort in self._retired if cohort.in_flight]
@@ -394,20 +372,20 @@ class Scheduler:
         track.own_known = track.own_context
         at = parts.index(track)
         cohort: Cohort | None = None
-        candidates = {id(grown): grown for grown, _ in batch.grown}
+        grown = batch.grown
         if self.host.micro_batches > 1:
-            cohort = next(iter(candidates.values()), None)
+            cohort = grown[0][0] if grown else None
         else:
             # Admission order is batch order: only a neighbour may take it in.
-            for neighbour in (at - 1, at + 1):
-                if 0 <= neighbour < len(parts) and id(parts[neighbour]) in candidates:
-                    cohort = candidates[id(parts[neighbour])]
+            for neighbour in parts[at - 1 if at else 0 : at + 2]:
+                if isinstance(neighbour, Cohort) and any(candidate[0] is neighbour for candidate in grown):
+                    cohort = neighbour
                     break
         if cohort is None:
             cohort = self._new_cohort()
             cohort.planned = 1
             parts[at] = cohort
-            batch.grown.append((cohort, 0))
+            grown.append((cohort, 0, 0))
         else:
             del parts[at]
         cohort.join(track, cohort.planned - 1, cohort.planned)
@@ -476,7 +454,7 @@ class Scheduler:
             queues.parts.remove(track)
         track.closing = False
         self.ledger.release(track)
-        queues.num_running -= 1
+        queues.count_running(track, -1)
         track.order = -1
         track.epoch += 1
 

@@ -13,8 +13,11 @@ _HOME = {
     "Hardware": "hardware",
     "ModelSpec": "model_spec",
     "Roofline": "roofline",
+    "RooflineConstants": "roofline_constants",
     "ShapeColumns": "shapes",
+    "byte_coefficients": "work",
     "bytes_of": "work",
+    "flop_coefficients": "work",
     "flops_of": "work",
     "load_cost_model": "load",
     "MemoryPlan": "capacity",
@@ -27,7 +30,6 @@ _HOME = {
     "peaks": "work",
     "plan_memory": "capacity",
     "slots": "capacity",
-    "work_coefficients": "work",
 }
 
 __all__ = sorted(_HOME)

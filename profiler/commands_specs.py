@@ -15,12 +15,13 @@ Dtype = Annotated[str, typer.Option(help="Of weights and activations.")]
 KvDtype = Annotated[str, typer.Option(help="Of the KV cache; auto: as the activations.")]
 Tp = Annotated[int, typer.Option(help="Devices that share each layer.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
+LayerSplit = Annotated[str | None, typer.Option(help="Layers of each stage, such as 20,12 (default: even).")]
 GIB = 2**30
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the profiler's app."""
-    for command in (models, hardware, capacity, predict, published):
+    for command in (models, hardware, capacity, predict, published, rates):
         app.command()(command)
 
 
@@ -82,6 +83,7 @@ def capacity(
     kv_dtype: KvDtype = "auto",
     tp: Tp = 1,
     pp: Pp = 1,
+    layer_split: LayerSplit = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the device's memory for a paged pool.")] = 0.9,
     headroom: Annotated[float, typer.Option(help="Share left free where requests reserve slots (SARATHI).")] = 0.2,
@@ -99,10 +101,12 @@ def capacity(
     from profiler.capacity import plan_memory, slots
     from profiler.errors import ProfileError
     from profiler.hardware import load_hardware
+    from profiler.layer_split import parse_split
     from profiler.model_config import load_model_spec
 
     spec, device = load_model_spec(model), load_hardware(gpu)
-    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
+    split = parse_split(layer_split)
+    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": split}
     if mean_tokens is not None and not 0 < mean_tokens < float("inf"):
         raise ProfileError(f"--mean-tokens: found {mean_tokens:g}, expected a number above 0")
     plan = plan_memory(
@@ -171,17 +175,20 @@ def predict(
     kv_dtype: KvDtype = "auto",
     tp: Tp = 1,
     pp: Pp = 1,
+    layer_split: LayerSplit = None,
     json: Json = False,
 ) -> None:
     """What one iteration costs, part by part."""
     from policies.batch import BatchShape
     from profiler.errors import ProfileError
+    from profiler.layer_split import parse_split
     from profiler.load import load_cost_model
 
     chunks = tuple(_chunk(text) for text in chunk or ())
     if min(decodes, context, dummy_tokens) < 0 or not (chunks or decodes):
         raise ProfileError("predict: give at least one --chunk or --decodes, and no negative number")
-    cost = load_cost_model(model, gpu, cost_model=cost_model, dtype=dtype, kv_dtype=kv_dtype, tp=tp, pp=pp)
+    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
+    cost = load_cost_model(model, gpu, cost_model=cost_model, layer_split=parse_split(layer_split), **engine)
     total = decodes * context
     shape = BatchShape(chunks, decodes, total, context if decodes else 0, dummy_tokens, len(chunks) + decodes)
     parts = cost.breakdown(shape)
@@ -243,11 +250,11 @@ def published(
             ]
         )
     if each:
-        rows = [
+        cells = [
             (f"{step.source} {step.group}", step.what, f"{step.measured_ms:.2f}", f"{ms:.2f}", f"{error:+.1%}")
             for step, ms, error, _ in results
         ]
-        return _print_table(("source", "step", "measured ms", "predicted ms", "error"), rows, left=2)
+        return _print_table(("source", "step", "measured ms", "predicted ms", "error"), cells, left=2)
     groups: dict[str, list[float]] = {}
     for step, _, error, _ in results:
         groups.setdefault(f"{step.source} {step.group}".strip(), []).append(error)
@@ -256,6 +263,33 @@ def published(
         for name, errors in groups.items()
     ]
     _print_table(("source", "steps", "median error", "median |error|", "worst"), rows, left=1)
+
+
+def rates(
+    kernels: Annotated[Path, typer.Option(help="Folder of aiconfigurator kernel tables.")] = Path(
+        "../shared/data/profiles/aiconfigurator"
+    ),
+    steps: Annotated[Path, typer.Option(help="Folder of vLLM step logs.")] = Path("../shared/data/vllm_cpu_steps"),
+    json: Json = False,
+) -> None:
+    """Shows where the roofline's constants come from: the share of peak that measured kernels reach, host time."""
+    from profiler.kernel_rates import gemm_errors, host_rates, kernel_rates
+
+    found, errors, host = kernel_rates(kernels), gemm_errors(kernels), host_rates(steps)
+    if json:
+        return _print_json({"rates": found, "gemm_errors": errors, "host": host})
+    quartiles = ("p25", "p50", "p75")
+    cells = [
+        (row["gpu"], row["kernels"], row["count"], row["constant"], *(f"{row[key]:.3g}" for key in quartiles))
+        for row in found
+    ]
+    _print_table(("gpu", "kernels", "count", "constant", "P25", "median", "P75"), cells, left=2)
+    typer.echo("\nThe roofline's GEMMs against the same tables (bfloat16, n and k at least 2048):")
+    cells = [(e["gpu"], e["rows"], e["count"], f"{e['median']:+.1%}", f"{e['median_abs']:.1%}") for e in errors]
+    _print_table(("gpu", "rows", "count", "median error", "median |error|"), cells, left=2)
+    typer.echo("\nHost time of a step in vLLM, one Python process:")
+    cells = [(h["log"], h["part"], h["steps"], f"{h['fixed_us']:.0f}", f"{h['each_us']:.1f}") for h in host]
+    _print_table(("log", "part", "steps", "fixed us", "us a sequence"), cells, left=2)
 
 
 def _chunk(text: str) -> tuple[int, int]:

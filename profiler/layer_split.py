@@ -19,3 +19,13 @@ def check_split(split: Sequence[int], layers: int, pp: int) -> None:
     if len(split) != pp or sum(split) != layers or min(split) < 1:
         found = ",".join(str(count) for count in split)
         raise ProfileError(f"layer_split: found {found}, expected {pp} counts of at least 1 that sum to {layers}")
+
+
+def parse_split(text: str | None) -> tuple[int, ...] | None:
+    """ "20,12" -> (20, 12); None and "" -> None, the even split."""
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ProfileError(f"layer split: found {text!r}, expected whole numbers such as 20,12")
+    return tuple(int(part) for part in parts)

@@ -67,7 +67,8 @@ def _shipped(hardware: Hardware) -> Path | None:
         return None
     from profiler.fitted import find_fitted
 
-    return find_fitted(hardware.name)
+    path: Path | None = find_fitted(hardware.name)
+    return path
 
 
 def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
@@ -75,4 +76,5 @@ def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, A
         raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
     from profiler.fitted import load_fitted
 
-    return load_fitted(path, spec, hardware, **engine)
+    cost: CostModel = load_fitted(path, spec, hardware, **engine)
+    return cost

@@ -96,6 +96,9 @@ def _sarathi_fig7(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     return steps
 
 
+_SARATHI_SERVE_PARTS = {"batch_execution_time": "iteration", "linear": "linear"}
+
+
 def _sarathi_serve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     """Yi-34B on two A100 PCIe cards. Decode contexts are not logged (at most 1024): half of that is assumed.
 
@@ -104,7 +107,7 @@ def _sarathi_serve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     steps = []
     for row in rows:
         what = row["batch_or_workload"]
-        if row["metric"] != "batch_execution_time" or what.startswith("prefill-only 256 "):
+        if row["metric"] not in _SARATHI_SERVE_PARTS or what.startswith("prefill-only 256 "):
             continue
         file = "figure 2" if "figure-2" in row["source_loc"] else "table 2"
         if found := re.match(r"prefill-only (\d+) tokens", what):
@@ -114,10 +117,11 @@ def _sarathi_serve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
         elif found := re.match(r"(\d+)p\+(\d+)d", what):
             tokens, size = int(found[1]), int(found[2])
             shape = BatchShape(((tokens, 0),) if tokens else (), size, size * 512, 512, sampled=size + (tokens > 0))
-            group = file
+            group = f"{file} {_SARATHI_SERVE_PARTS[row['metric']]}"
         else:
             continue
-        steps.append(_step("Sarathi-Serve artifact", group, what, "yi-34b", "a100-pcie", 2, shape, row))
+        engine = ("yi-34b", "a100-pcie", 2)
+        steps.append(_step("Sarathi-Serve artifact", group, what, *engine, shape, row, _SARATHI_SERVE_PARTS))
     return steps
 
 

@@ -1,7 +1,7 @@
 """A cost model from specifications alone: bytes over bandwidth, FLOPs over peak, tiles, waves and latencies.
 
-It measured nothing, so it is marked uncalibrated. Its constants are stated below with their reasons and hold for every
-GPU alike; none was chosen to match the published step times it is compared with in docs/costs.md.
+It measured nothing of the engine it predicts, so it is marked uncalibrated. Its constants (roofline_constants.py) hold
+for every GPU alike; none was chosen to match the published step times it is compared with in docs/costs.md.
 
 Whatever depends on the number of rows alone (GEMMs, norms, all-reduces) is evaluated once per row count into a table
 that the scalar and the vector path share; attention terms are a few multiplications.
@@ -10,7 +10,7 @@ that the scalar and the vector path share; attention terms are a few multiplicat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,54 +23,38 @@ from profiler.errors import ProfileError
 from profiler.hardware import Hardware
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import Gemm, ModelSpec
+from profiler.roofline_constants import RooflineConstants
 from profiler.shapes import Column, ShapeColumns, attended_pairs
 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Constants:
-    """What specifications do not say. Each with its source or reason; see docs/costs.md for how they were read.
-
-    matmul_efficiency: large bfloat16 GEMMs (m >= 2048, n, k >= 4096) reach 0.90 (A100), 0.81 (H100), 0.79 (H200) of the
-        dense peak at the median in NVIDIA aiconfigurator's kernel tables.
-    memory_efficiency: aiconfigurator's own correction of peak bandwidth (systems yaml: 0.8 on all three).
-    attention_efficiency: FlashAttention on prompts of 4096 tokens and more reaches 0.55 to 0.585 of peak there; its
-        authors state 0.50 to 0.73 on A100.
-    kv_efficiency: decode attention that reads over 100 MB reaches 0.63 to 0.76 of peak bandwidth there (paged gather).
-    link_efficiency: all-reduces of 1 GB over NVLink reach 0.66 to 0.76 of the ring bound on A100 there.
-    kernel_ns: aiconfigurator's constant latency of a memory-bound kernel; its smallest GEMMs take 2.6 to 4.5 us.
-    all_reduce_ns: its small all-reduces take 4.3 to 6.3 us over NVLink inside a CUDA graph; pcie_all_reduce_ns: NCCL's
-        small ones take 6 to 23 us (2 to 8 GPUs), the path without peer access. send_ns: its point-to-point latency.
-    host_*: scheduling and output handling per step in logs of real vLLM (CPU build, one Python process): linear fits
-        over four logs give 55 to 93 us + 9 to 18 us a sequence, and 31 to 68 us + 6 to 11 us a sampled sequence.
-    sampler_bytes: a logit is read in 16 bits, written and read twice in 32 (temperature or argmax, softmax).
-    """
-
-    matmul_efficiency: float = 0.80
-    memory_efficiency: float = 0.80
-    attention_efficiency: float = 0.55
-    kv_efficiency: float = 0.70
-    link_efficiency: float = 0.75
-    kernel_ns: float = 3_000.0
-    all_reduce_ns: float = 5_000.0
-    pcie_all_reduce_ns: float = 15_000.0
-    send_ns: float = 10_000.0
-    host_before_ns: float = 65_000.0
-    host_before_per_sequence_ns: float = 12_000.0
-    host_after_ns: float = 40_000.0
-    host_after_per_sample_ns: float = 8_000.0
-    sampler_bytes: float = 18.0
-
-    def __post_init__(self) -> None:
-        for key, value in asdict(self).items():
-            if not 0 <= value < float("inf") or (key.endswith("efficiency") and not 0 < value <= 1):
-                raise ProfileError(f"roofline constant {key}: found {value!r}")
-
-
 TILE_N = 128
 SPLITS_OF_K = (1, 2, 4, 8)
 MAX_ROWS = 1 << 22
+
+
+def gemm_ns(
+    gemm: Gemm, rows: Floats, hardware: Hardware, constants: RooflineConstants, dtype: str, activation: int, tile: int
+) -> Floats:
+    """One GEMM: the slower of its bytes and its waves of output tiles; K may be split where that fills waves better.
+
+    A wave is one tile of `tile` x 128 outputs on every SM; a wave that is not full takes as long as a full one.
+    activation: bytes of an output element.
+    """
+    flops_per_ns = hardware.peak(dtype) * constants.matmul_efficiency / 1e9
+    bytes_per_ns = hardware.memory_bandwidth * constants.memory_efficiency / 1e9
+    tiles = np.ceil(rows / tile) * -(-gemm.n // TILE_N)
+    wave_ns = 2.0 * tile * TILE_N * gemm.k * hardware.sms / flops_per_ns
+    weight = dtype_bytes(dtype)
+    moved = gemm.n * gemm.k * weight + rows * (gemm.k * min(weight, activation) + gemm.n * activation)
+    candidates = []
+    for split in SPLITS_OF_K:
+        waves_ns = np.ceil(tiles * split / hardware.sms) * (wave_ns / split)
+        partial_bytes = 0.0 if split == 1 else 8.0 * split * gemm.n  # float32 partial sums, written and read
+        candidates.append(np.maximum(waves_ns, (moved + rows * partial_bytes) / bytes_per_ns))
+    fastest: Floats = np.minimum.reduce(candidates)
+    return fastest + constants.kernel_ns
 
 
 class _Stage(NamedTuple):
@@ -110,7 +94,7 @@ class Roofline:
         layer_split: Sequence[int] | None = None,
         tile: int = 128,
         pipeline_link: Literal["link", "network"] = "link",
-        constants: Constants | None = None,
+        constants: RooflineConstants | None = None,
     ) -> None:
         model.check_tp(tp)
         self.model, self.hardware, self.tp, self.tile = model, hardware, tp, tile
@@ -122,13 +106,12 @@ class Roofline:
         if tile < 1:
             raise ProfileError(f"tile: found {tile}, expected at least 1")
         self.stages = pp
-        self.constants = constants or Constants()
+        self.constants = constants or RooflineConstants()
         self.name = f"roofline {model.name} {hardware.name} tp{tp}{f' pp{pp}' if pp > 1 else ''} {self.dtype}"
         self._prepare(pipeline_link)
 
     def _prepare(self, pipeline_link: str) -> None:
         c, model, hardware = self.constants, self.model, self.hardware
-        self._flops_per_ns = hardware.peak(self.dtype) * c.matmul_efficiency / 1e9
         self._bytes_per_ns = hardware.memory_bandwidth * c.memory_efficiency / 1e9
         self._link_bytes_per_ns = hardware.link_bandwidth * c.link_efficiency / 1e9
         self._act = dtype_bytes(self.activation_dtype)
@@ -170,23 +153,7 @@ class Roofline:
     # --- terms by rows -----------------------------------------------------------------------------------------------
 
     def _gemm_ns(self, gemm: Gemm, rows: Floats, dtype: str) -> Floats:
-        """One GEMM: the slower of its bytes and its waves of output tiles; few tiles may split K to fill the GPU.
-
-        A wave is one tile of `tile` x 128 outputs on every SM; a wave that is not full takes as long as a full one.
-        """
-        tiles = np.ceil(rows / self.tile) * -(-gemm.n // TILE_N)
-        tile_ns = 2.0 * self.tile * TILE_N * gemm.k * self.hardware.sms / self._flops_per_ns
-        weight, act = dtype_bytes(dtype), self._act
-        read = act if weight >= 2 else weight
-        moved = gemm.n * gemm.k * weight + rows * (gemm.k * read + gemm.n * act)
-        best: Floats | None = None
-        for split in SPLITS_OF_K:
-            waves_ns = np.ceil(tiles * split / self.hardware.sms) * (tile_ns / split)
-            partial = 0.0 if split == 1 else 8.0 * split * gemm.n  # float32 partial sums, written and read
-            ns = np.maximum(waves_ns, (moved + rows * partial) / self._bytes_per_ns)
-            best = ns if best is None else np.minimum(best, ns)
-        assert best is not None
-        return best + self.constants.kernel_ns
+        return gemm_ns(gemm, rows, self.hardware, self.constants, dtype, self._act, self.tile)
 
     def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
         """Every term that depends on the number of rows alone, rounded once each; zero rows cost nothing."""
@@ -298,7 +265,8 @@ class Roofline:
         facts = self._stages[stage]
         rest = self.stage_ns(shape, stage) - int(self._decode_kv(decodes, context) * facts[4] + facts[5])
         totals = np.arange(context, context + steps * decodes, decodes, dtype=np.int64)
-        return (self._decode_kv(decodes, totals) * facts[4] + facts[5]).astype(np.int64) + rest
+        growing: Column = (self._decode_kv(decodes, totals) * facts[4] + facts[5]).astype(np.int64)
+        return growing + rest
 
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
@@ -397,4 +365,5 @@ class Roofline:
 
 def sum_terms(terms: Mapping[str, Column]) -> Column:
     """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
-    return np.sum(list(terms.values()), axis=0, dtype=np.int64)
+    total: Column = np.sum(list(terms.values()), axis=0, dtype=np.int64)
+    return total

@@ -94,12 +94,14 @@ class ShapeColumns:
     @cached_property
     def rows(self) -> Column:
         """Rows that every linear layer pays for, as BatchShape.rows."""
-        return np.maximum(self.tokens + self.dummy_tokens, self.executed_rows)
+        rows: Column = np.maximum(self.tokens + self.dummy_tokens, self.executed_rows)
+        return rows
 
 
 def attended_pairs(tokens: Column, prefix: Column, window: int | None) -> Column:
     """Query-key pairs of many chunks; ModelSpec.attended in columns."""
     if window is None:
         return tokens * prefix + tokens * (tokens + 1) // 2
-    growing = np.clip(window - prefix, 0, tokens)
-    return growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    growing: Column = np.clip(window - prefix, 0, tokens)
+    pairs: Column = growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+    return pairs

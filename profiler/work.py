@@ -6,8 +6,6 @@ query-key pair is computed once. Sums are over all devices of a replica, so that
 
 from __future__ import annotations
 
-from typing import overload
-
 import numpy as np
 
 from policies.batch import BatchShape
@@ -17,69 +15,62 @@ from profiler.model_spec import ModelSpec
 from profiler.shapes import Column, ShapeColumns, attended_pairs
 
 
-def peaks(model: ModelSpec, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, pp: int = 1) -> dict[str, float]:
-    """Peak FLOPs per second and bytes per second of a replica of tp x pp devices, as plain data for metrics/."""
+def peaks(
+    model: ModelSpec, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, pp: int = 1, replicas: int = 1
+) -> dict[str, float]:
+    """Peak rates of one device and the number of devices, as plain data for metrics/. The model must split over tp."""
     model.check_tp(tp)
-    devices = tp * pp
     return {
-        "peak_flops": hardware.peak(dtype) * devices,
-        "memory_bandwidth": hardware.memory_bandwidth * devices,
-        "devices": float(devices),
+        "peak_flops": hardware.peak(dtype),
+        "peak_bytes_per_s": float(hardware.memory_bandwidth),
+        "devices": float(tp * pp * replicas),
     }
 
 
-def work_coefficients(model: ModelSpec, dtype: str = "bfloat16", kv_dtype: str = "auto") -> dict[str, int]:
-    """The constants of flops_of and bytes_of as plain data, for whoever may not import this package.
+def flop_coefficients(model: ModelSpec) -> dict[str, int]:
+    """FLOPs per useful token, per query-key pair and per sampled row: plain data that metrics/ multiplies.
 
-    FLOPs = flops_per_token * tokens + flops_per_pair * query-key pairs + flops_per_sampled * sampled rows.
-    Bytes = weight_bytes + embedding_bytes_per_token * tokens + kv_bytes_per_token * (KV tokens read and written).
+    Equal to flops_of except under a sliding window, which pairs alone cannot express.
+    """
+    return {
+        "token": model.linear_flops_per_token(),
+        "pair": 4 * model.layers * model.q_size,
+        "sampled": model.head_flops_per_row,
+    }
+
+
+def byte_coefficients(model: ModelSpec, dtype: str = "bfloat16", kv_dtype: str = "auto") -> dict[str, int]:
+    """Bytes per iteration (weights), per token (embedding row read, KV written) and per token of KV read.
+
+    Over all devices of a replica; replicated KV heads and norms of a tensor-parallel split count once.
     """
     weights = canonical_dtype(dtype)
     if kv_dtype == "auto":
         kv_dtype = weights if dtype_bytes(weights) >= 2 else "bfloat16"
     # The embedding is looked up, not read; a tied matrix is read whole by the output head all the same.
     read = model.params if model.tied_embeddings else model.params - model.embedding_params
+    kv_token = model.kv_bytes_per_token(kv_dtype)
     return {
-        "flops_per_token": model.linear_flops_per_token(),
-        "flops_per_pair": 4 * model.layers * model.q_size,
-        "flops_per_sampled": model.head_flops_per_row,
-        "weight_bytes": read * dtype_bytes(weights),
-        "embedding_bytes_per_token": model.hidden * dtype_bytes(weights),
-        "kv_bytes_per_token": model.kv_bytes_per_token(kv_dtype),
+        "iteration": read * dtype_bytes(weights),
+        "token": model.hidden * dtype_bytes(weights) + kv_token,
+        "context": kv_token,
     }
 
 
-@overload
-def flops_of(model: ModelSpec, shapes: BatchShape) -> int: ...
-@overload
-def flops_of(model: ModelSpec, shapes: object) -> Column: ...
-def flops_of(model: ModelSpec, shapes: object) -> Column | int:
-    """Model FLOPs of one BatchShape, or int64 FLOPs of each in a sequence of them or in ShapeColumns."""
-    if isinstance(shapes, BatchShape):
-        return int(flops_of(model, [shapes])[0])
-    columns = ShapeColumns.of(shapes)
-    per = work_coefficients(model)
-    return (
-        per["flops_per_token"] * columns.tokens
-        + per["flops_per_pair"] * pairs_of(model, columns)
-        + per["flops_per_sampled"] * columns.sampled
-    )
+def flops_of(model: ModelSpec, shapes: object) -> Column:
+    """Model FLOPs of each shape: a sequence of BatchShape, ShapeColumns, or one BatchShape (a column of one)."""
+    columns = _columns(shapes)
+    per = flop_coefficients(model)
+    pairs = pairs_of(model, columns)
+    return per["token"] * columns.tokens + per["pair"] * pairs + per["sampled"] * columns.sampled
 
 
-@overload
-def bytes_of(model: ModelSpec, shapes: BatchShape, dtype: str = ..., kv_dtype: str = ...) -> int: ...
-@overload
-def bytes_of(model: ModelSpec, shapes: object, dtype: str = ..., kv_dtype: str = ...) -> Column: ...
-def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column | int:
-    """Bytes that must cross the memory bus at least: weights once, KV read once, new KV written once."""
-    if isinstance(shapes, BatchShape):
-        return int(bytes_of(model, [shapes], dtype, kv_dtype)[0])
-    columns = ShapeColumns.of(shapes)
-    per = work_coefficients(model, dtype, kv_dtype)
-    read, written = kv_tokens_of(model, columns)
-    weights = per["weight_bytes"] * (columns.tokens > 0)
-    lookups = per["embedding_bytes_per_token"] * columns.tokens
-    return weights + lookups + per["kv_bytes_per_token"] * (read + written)
+def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column:
+    """Bytes that must cross the memory bus at least: weights, KV read, new KV written, once each."""
+    columns = _columns(shapes)
+    per = byte_coefficients(model, dtype, kv_dtype)
+    weights = per["iteration"] * (columns.tokens > 0).astype(np.int64)
+    return weights + per["token"] * columns.tokens + per["context"] * kv_tokens_of(model, columns)
 
 
 def pairs_of(model: ModelSpec, columns: ShapeColumns) -> Column:
@@ -90,10 +81,14 @@ def pairs_of(model: ModelSpec, columns: ShapeColumns) -> Column:
     return chunks + (decodes if window is None else np.minimum(decodes, columns.decodes * window))
 
 
-def kv_tokens_of(model: ModelSpec, columns: ShapeColumns) -> tuple[Column, Column]:
-    """(tokens of KV read from the cache, tokens written to it) of each batch."""
+def kv_tokens_of(model: ModelSpec, columns: ShapeColumns) -> Column:
+    """Tokens of KV that attention reads in each batch: prefixes, contexts, and the batch's own tokens."""
     window = model.sliding_window
     prefix, context = columns.chunk_prefix, columns.decode_context_total
     if window is not None:
         prefix, context = np.minimum(prefix, window), np.minimum(context, columns.decodes * window)
-    return columns.per_batch(prefix) + context, columns.tokens
+    return columns.per_batch(prefix) + context + columns.tokens
+
+
+def _columns(shapes: object) -> ShapeColumns:
+    return ShapeColumns.of([shapes] if isinstance(shapes, BatchShape) else shapes)

@@ -13,7 +13,7 @@ from profiler import load_hardware, load_model_spec
 from workloads import Trace
 
 if TYPE_CHECKING:
-    from simulator.replay import Engine
+    from simulator.simulation import Engine
 
 PACKAGES = ("charioteer", "simpy", "numpy", "pandas", "pyarrow", "scikit-learn")
 
@@ -67,28 +67,15 @@ def trace_facts(trace: Trace) -> dict[str, Any]:
 
 def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int) -> dict[str, Any]:
     """Peak rates and the work of an iteration as coefficients, so that MFU and MBU follow from the folder alone."""
-    from profiler.work import work_coefficients
+    from profiler.work import byte_coefficients, flop_coefficients, peaks
 
     spec, hardware = load_model_spec(model), load_hardware(gpu)
     if dtype == "auto":
         dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
-    per = work_coefficients(spec, dtype, kv_dtype)
     return {
-        "peaks": {
-            "peak_flops": hardware.peak(dtype),
-            "peak_bytes_per_s": hardware.memory_bandwidth,
-            "devices": tp * pp,
-        },
-        "model_flops": {
-            "token": per["flops_per_token"],
-            "pair": per["flops_per_pair"],
-            "sampled": per["flops_per_sampled"],
-        },
-        "model_bytes": {
-            "iteration": per["weight_bytes"],
-            "token": per["embedding_bytes_per_token"] + per["kv_bytes_per_token"],
-            "context": per["kv_bytes_per_token"],
-        },
+        "peaks": peaks(spec, hardware, dtype, tp, pp),
+        "model_flops": flop_coefficients(spec),
+        "model_bytes": byte_coefficients(spec, dtype, kv_dtype),
     }
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simpy import Environment, Event
 
 from metrics import Recorder
-from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from policies import Batch, Ns, Request, Scheduler, Track
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
@@ -25,20 +25,12 @@ if TYPE_CHECKING:
 # Below this a vectorised leap costs more than the plain steps it replaces.
 LEAST_LEAP = 4
 
+_NAN = float("nan")
 
-class Flight(NamedTuple):
-    """A batch between plan and completion, with what the records say of it."""
 
-    batch: Batch
-    start_ns: Ns
-    end_ns: Ns
-    host_before_ns: Ns
-    host_after_ns: Ns
-    device_ns: Ns
-    stages: tuple[tuple[Ns, Ns, Ns], ...]
-    running: int
-    waiting: int
-    free_blocks: int
+# A batch between plan and completion, a plain tuple because one is made per iteration: batch, start_ns, end_ns,
+# host_before_ns, host_after_ns, device_ns, stages, running, waiting, free_blocks (as `Recorder.iteration` takes them).
+Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...], int, int, int]
 
 
 class Leap(NamedTuple):
@@ -78,6 +70,7 @@ class Replica:
         self.scheduler = scheduler
         self.cost = cost
         self.recorder = recorder
+        self._inside = cost.inside
         self.on_end = on_end
         self.overlap_sends = overlap_sends
         self.leaps = leaps and scheduler.depth == 1
@@ -86,7 +79,7 @@ class Replica:
         self._leap: Leap | None = None
         self._free_ns = [0] * cost.stages
         self._last_end_ns = 0
-        self._ahead = scheduler.host.chase_decodes
+        self._host_free_ns = 0
         self._wake: Moment | None = None
         self._look_ns = 0
 
@@ -142,9 +135,6 @@ class Replica:
         depth = scheduler.depth
         while len(flights) < depth and self._leap is None:
             now = self.env.now
-            if not self._ahead and now < self._free_ns[0]:
-                self._plan_at(self._free_ns[0])
-                return
             batch = scheduler.plan(now)
             if batch is not None:
                 self._launch(batch)
@@ -169,27 +159,29 @@ class Replica:
         now = env.now
         shape = batch.shape
         before, after = cost.host_ns(shape)
-        if self.leaps:
+        if self.leaps and not batch.chunks:
             quiet = self.scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
                 self._launch_leap(batch, quiet, before, after)
                 return
         free = self._free_ns
+        # One process prepares batch after batch: hidden behind stage 0 wherever planning runs ahead of it.
+        self._host_free_ns = ready = max(now, self._host_free_ns) + before
         if cost.stages == 1:
             device = cost.stage_ns(shape)
-            start = now + before
+            start = ready
             if start < free[0]:
                 start = free[0]
             free[0] = end = start + device
             stages: tuple[tuple[Ns, Ns, Ns], ...] = ()
         else:
-            start, end, device, stages = self._through_stages(batch, now + before)
+            start, end, device, stages = self._through_stages(batch, ready)
         completes = max(end + after, self._last_end_ns)
         self._last_end_ns = completes
         scheduler = self.scheduler
         queues = scheduler.queues
         self._flights.append(
-            Flight(
+            (
                 batch, start, completes, before, after, device, stages, queues.num_running, len(queues.waiting),
                 scheduler.ledger.free_blocks,
             )
@@ -230,29 +222,32 @@ class Replica:
         running, waiting = queues.num_running, len(queues.waiting)
         free_blocks = scheduler.ledger.free_blocks
         if done:
-            shape, first_number, part = batch.shape, batch.number, batch.parts[0]
-            assert not isinstance(part, Chunk)
-            free_each = free_blocks - np.array(part.cohort.growth_within(done - 1))
+            shape, first_number = batch.shape, batch.number
+            cohort, first_step, size = batch.grown[0]
             last_shape = shape._replace(
-                decode_context_total=shape.decode_context_total + (done - 1) * shape.decodes,
+                decode_context_total=shape.decode_context_total + (done - 1) * size,
                 decode_context_max=shape.decode_context_max + done - 1,
             )
-            inside: Any = self.cost.inside(shape)
-            if inside != self.cost.inside(last_shape):
+            inside: Any = self._inside(shape)
+            if inside != self._inside(last_shape):
                 inside = self._inside_each(batch, done)
             self.busy_ns += int(leap.device_ns[:done].sum())
-            scheduler.leap(batch, leap.ends_ns[:done].tolist())
+            taken = scheduler.leap(batch, leap.ends_ns[:done].tolist())
+            free_each = [free_blocks]
+            for blocks in taken:
+                free_blocks -= blocks
+                free_each.append(free_blocks)
+            free_each.pop()
             self.recorder.leap(
-                self.number, first_number, shape, leap.starts_ns[:done], leap.ends_ns[:done], part.cohort.number,
-                part.step, running, waiting, free_each, leap.host_before_ns, leap.host_after_ns,
+                self.number, first_number, shape, leap.starts_ns[:done], leap.ends_ns[:done], cohort.number,
+                first_step, running, waiting, free_each, leap.host_before_ns, leap.host_after_ns,
                 leap.device_ns[:done], inside,
             )  # fmt: skip
-            free_blocks = scheduler.ledger.free_blocks
         end = int(leap.ends_ns[done])
         self._free_ns[0] = end - leap.host_after_ns
         self._last_end_ns = end
         self._flights.append(
-            Flight(
+            (
                 batch, int(leap.starts_ns[done]), end, leap.host_before_ns, leap.host_after_ns,
                 int(leap.device_ns[done]), (), running, waiting, free_blocks,
             )
@@ -262,7 +257,7 @@ class Replica:
         shape = batch.shape
         return np.array(
             [
-                self.cost.inside(
+                self._inside(
                     shape._replace(
                         decode_context_total=shape.decode_context_total + step * shape.decodes,
                         decode_context_max=shape.decode_context_max + step,
@@ -281,32 +276,23 @@ class Replica:
         if leap is not None:
             self._leap = None
             self._cross(leap, len(leap.ends_ns) - 1)
-        flight = self._flights.popleft()
-        batch = flight.batch
-        outcome = self.scheduler.complete(batch, flight.end_ns)
-        self._record(flight)
+        batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
+        scheduler = self.scheduler
+        outcome = scheduler.complete(batch, end)
+        self.busy_ns += device
+        shape = batch.shape
+        self.recorder.iteration(
+            self.number, batch.number, batch.planned_ns, start, end, shape,
+            [(chunk[0].request.id, chunk[1], chunk[2], chunk[3]) for chunk in batch.chunks],
+            [(cohort.number, step, size) for cohort, step, size in batch.grown if size],
+            len(batch.preempted), running, waiting, free_blocks, batch.cached_tokens, before, after, device,
+            self._inside(shape), _NAN, _NAN, stages,
+        )  # fmt: skip
         for track in outcome.finished:
             self._end(track)
-        for cohort in self.scheduler.take_retired():
+        for cohort in scheduler.take_retired():
             self.recorder.cohort_times(self.number, cohort.number, cohort.times)
         self._plan()
-
-    def _record(self, flight: Flight) -> None:
-        batch = flight.batch
-        chunks = []
-        cohorts = []
-        for part in batch.parts:
-            if isinstance(part, Chunk):
-                chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
-            else:
-                cohorts.append((part.cohort.number, part.step, part.size))
-        self.busy_ns += flight.device_ns
-        self.recorder.iteration(
-            self.number, batch.number, batch.planned_ns, flight.start_ns, flight.end_ns, batch.shape, chunks, cohorts,
-            len(batch.preempted), flight.running, flight.waiting, flight.free_blocks, batch.cached_tokens,
-            flight.host_before_ns, flight.host_after_ns, flight.device_ns, self.cost.inside(batch.shape),
-            stages=flight.stages,
-        )  # fmt: skip
 
     def _end(self, track: Track) -> None:
         if self.on_end is not None:

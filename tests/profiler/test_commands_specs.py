@@ -11,6 +11,7 @@ import pytest
 
 from profiler.published import predicted_ms, published_steps
 
+KERNELS = Path("../shared/data/profiles/aiconfigurator")
 PUBLISHED = Path("../shared/data/groundtruth")
 
 
@@ -50,6 +51,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says:
     assert done.returncode == 2
     assert done.stderr.startswith(says)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not KERNELS.exists(), reason=f"{KERNELS} is absent")
+def test_constants_lie_near_what_kernels_reach_on_three_gpus() -> None:
+    from profiler.kernel_rates import gemm_errors, kernel_rates
+
+    for row in kernel_rates(KERNELS):
+        assert 0.65 < row["constant"] / row["p50"] < 1.3, row
+    assert all(row["median_abs"] < 0.25 for row in gemm_errors(KERNELS))
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason=f"{PUBLISHED} is absent")

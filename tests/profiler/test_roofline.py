@@ -16,11 +16,12 @@ from profiler.errors import ProfileError
 from profiler.hardware import load_hardware
 from profiler.load import load_cost_model
 from profiler.model_config import load_model_spec
-from profiler.roofline import Constants, Roofline
+from profiler.roofline import Roofline
+from profiler.roofline_constants import RooflineConstants
 from profiler.shapes import ShapeColumns
 
-# Constants of one make the hand calculations below short: nothing but FLOPs, bytes, tiles and waves.
-BARE = Constants(
+# RooflineConstants of one make the hand calculations below short: nothing but FLOPs, bytes, tiles and waves.
+BARE = RooflineConstants(
     matmul_efficiency=1.0,
     memory_efficiency=1.0,
     attention_efficiency=1.0,

@@ -79,6 +79,10 @@ class Engine:
 def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
     """Resolve a config's names into a policy, a cost model and a KV pool. `cost` overrides the config's cost model."""
     policy = make_policy(config.policy, config.knobs)
+    if config.pp > 1 and getattr(policy, "async_scheduling", False):
+        raise SimulationError(
+            f"--async with --pp {config.pp}: a pipeline plans ahead already, one micro-batch a stage; leave --async out"
+        )
     longest = int((trace.prompt_tokens + trace.max_output_tokens).max()) if len(trace) else 1
     max_model_len = config.max_model_len or longest
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)

@@ -1,0 +1,43 @@
+"""What an attention backend is: causal attention of one layer over a batch whose keys and values lie in the pool.
+
+By the time a backend runs, the batch's own keys and values are stored, so chunks and decodes alike read everything
+from the cache: a chunk's row at position p sees positions 0..p (or the window's last part of them).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from executor.kv_cache import KVCache
+from executor.step import Step
+from profiler.model_spec import ModelSpec
+
+
+class AttentionBackend(ABC):
+    """One implementation, for one model.
+
+    name: as given to --attention and as recorded. heads may be fewer than the spec's on a tensor-parallel rank.
+    """
+
+    name: str
+
+    def __init__(self, spec: ModelSpec, *, heads: int | None = None) -> None:
+        self.heads = spec.heads if heads is None else heads
+        self.head_dim = spec.head_dim
+        self.window = spec.sliding_window or 0
+        self.scale = spec.head_dim**-0.5
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
+        """Empty if the backend can run this here, else the reason."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
+        """Write attention of q into out, both [rows, heads * head_dim]; q may be a strided view of qkv.
+
+        Dummy rows of `out` are left as they are.
+        """

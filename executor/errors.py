@@ -1,0 +1,7 @@
+"""The one exception type of this folder."""
+
+from __future__ import annotations
+
+
+class ExecutorError(ValueError):
+    """A model, prompt, device or setting that cannot be executed; one line that says what, where and how to mend it."""

@@ -1,0 +1,35 @@
+"""Kernel sets by name; `auto` takes the fastest that works here."""
+
+from __future__ import annotations
+
+import torch
+
+from executor.errors import ExecutorError
+from executor.kernels.base import Kernels, Linear
+
+__all__ = ["KERNELS", "Kernels", "Linear", "make_kernels"]
+
+KERNELS = ("auto", "native", "torch")
+
+
+def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernel set for a device and a weight dtype.
+
+    `auto`: `native` on a CPU for float32 and bfloat16 weights where the C++ kernels can be built, otherwise `torch`.
+    Raises ExecutorError for an unknown name, or for `native` where it cannot run.
+    """
+    if name not in KERNELS:
+        raise ExecutorError(f"kernels: found {name!r}, expected one of {', '.join(KERNELS)}")
+    from executor.kernels.plain import PlainKernels
+
+    if name == "torch":
+        return PlainKernels(device, dtype)
+    from executor.kernels.native import WEIGHT_DTYPES, NativeKernels
+    from executor.native.library import native_reason
+
+    fits = device.type == "cpu" and dtype in WEIGHT_DTYPES
+    if name == "native" and not fits:
+        raise ExecutorError(f"kernels: native runs float32 and bfloat16 on a CPU; found {dtype} on {device}")
+    if name == "native" or (fits and not native_reason()):
+        return NativeKernels(device)
+    return PlainKernels(device, dtype)

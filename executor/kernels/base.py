@@ -1,0 +1,79 @@
+"""What the model asks of its kernels. Two sets answer: `torch` (plain, any dtype and device) and `native` (C++, CPU).
+
+Each optimisation lives behind this interface beside its plain twin, so that it can be switched and measured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from executor.kv_cache import KVCache
+    from executor.step import Step
+
+
+class Linear(ABC):
+    """y = x W^T + bias, with its weights held the way that its kernels like them."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """Write the product for x [rows, in] into out [rows, out columns]."""
+
+    @abstractmethod
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add the product to out (the residual stream)."""
+
+
+class Kernels(ABC):
+    """Matrix products and the small steps between them, for one device and dtype.
+
+    name: as given to --kernels. activation_dtype: dtype of hidden states (float32 for `native`, whatever the weights').
+    """
+
+    name: str
+    activation_dtype: torch.dtype
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, rows: int, columns: int) -> Tensor:
+        """Reused memory for an intermediate: contents are whatever was there."""
+        held = self._buffers.get(name)
+        if held is None or held.numel() < rows * columns:
+            held = torch.empty(rows * columns, dtype=self.activation_dtype, device=self.device)
+            self._buffers[name] = held
+        return held[: rows * columns].view(rows, columns)
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        """gated: weight is gate above up, [2 n, in]; the result is silu(gate) * up, n columns."""
+
+    @abstractmethod
+    def norm_weight(self, weight: Tensor) -> Tensor:
+        """A norm's weight as rms_norm and rotate_and_store want it."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, name: str) -> Tensor:
+        """RMSNorm over the last axis into the buffer `name`."""
+
+    @abstractmethod
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        layer: int,
+        step: Step,
+        cache: KVCache,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> None:
+        """Norm (where the model has q/k norms) and rotate queries and keys in place; store keys and values."""
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Per row the index (int64) of the first largest value, -1 where the row holds a NaN or nothing finite."""

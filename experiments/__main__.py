@@ -1,0 +1,60 @@
+"""`python -m experiments`: whatever joins two worlds. Commands come from modules, each with a `register(app)`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import typer
+
+PACKAGES = {"policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"}
+
+COMMAND_MODULES = (
+    "experiments.parity_command",  # parity
+    "experiments.fidelity_command",  # fidelity
+    "experiments.validate_command",  # validate
+    "experiments.calibrate_command",  # calibrate
+    "experiments.figures_command",  # list, run, claims
+    "experiments.sweep_command",  # sweep
+    "experiments.capacity_command",  # capacity
+    "experiments.sarathi_pipeline",  # sarathi-pipeline
+)
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        name="experiments",
+        help="Parity, fidelity, validation, figures: whatever holds two worlds side by side.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def experiments() -> None:
+        """Keeps `python -m experiments NAME` a group of commands, however few there are."""
+
+    for name in COMMAND_MODULES:
+        if find_spec(name) is not None:
+            import_module(name).register(app)
+    return app
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    try:
+        build()(prog_name="python -m experiments")
+    except ValueError as error:
+        # Each folder has one exception type of its own; anything else is a bug and keeps its traceback.
+        if type(error).__module__.split(".")[0] not in PACKAGES:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""python -m metrics: look into run folders."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from metrics.columns import MetricsError
+
+app = typer.Typer(
+    help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+WarmupOption = Annotated[str, typer.Option(help="Left out of the statistics: a number of requests, or seconds as 30s.")]
+SloOption = Annotated[str, typer.Option(help="Objective, such as ttft_p99=2,tbt_p99=0.2.")]
+
+
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Bad input is one line on stderr and exit code 2, never a traceback."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except MetricsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    return guarded
+
+
+@app.command()
+@one_line_errors
+def show(run: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False) -> None:
+    """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
+    summary = _summary(run, warmup, slo)
+    if as_json:
+        _print_json(summary)
+        return
+    from metrics.report import summary_tables
+
+    for table in summary_tables(summary):
+        _print(table)
+
+
+@app.command()
+@one_line_errors
+def diff(
+    first: RunArgument, second: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False
+) -> None:
+    """Print two runs side by side with the difference of the second relative to the first."""
+    from metrics.report import differences, differences_table
+
+    found = differences(_summary(first, warmup, slo), _summary(second, warmup, slo))
+    if as_json:
+        _print_json(found)
+    else:
+        labels = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+        _print(differences_table(labels, found))
+
+
+@app.command("token-times")
+@one_line_errors
+def token_times(
+    run: RunArgument,
+    request: Annotated[int, typer.Option(help="Request, as numbered in requests.parquet.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print when each token of one request was delivered, and the gap before it."""
+    from metrics.run_folder import read_run
+    from metrics.token_times import TokenTimes
+
+    tables = read_run(run)
+    rows = (tables.column("requests", "request") == request).nonzero()[0]
+    if not len(rows):
+        numbers = tables.column("requests", "request")
+        span = f"{numbers.min()} to {numbers.max()}" if len(numbers) else "none"
+        raise MetricsError(f"{run}: found no request {request}, expected one of its {len(numbers)} ({span})")
+    arrival_s = float(tables.column("requests", "arrival_s")[rows[0]])
+    times = TokenTimes(tables).of_request(int(rows[0])) / 1e9
+    gaps = [float(b - a) for a, b in zip([arrival_s, *times.tolist()], times.tolist())]
+    if as_json:
+        _print_json({"request": request, "arrival_s": arrival_s, "time_s": times.tolist(), "gap_s": gaps})
+        return
+    from rich.table import Table
+
+    from metrics.report import format_value
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("token", "time (s)", "since the one before"):
+        table.add_column(heading, justify="right")
+    for number, (time_s, gap_s) in enumerate(zip(times.tolist(), gaps), 1):
+        table.add_row(str(number), f"{time_s:.6f}", format_value("gap_s", gap_s) + (" (TTFT)" if number == 1 else ""))
+    _print(table)
+
+
+@app.command()
+@one_line_errors
+def figures(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to draw together.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
+) -> None:
+    """Draw latency CDFs, load over time and batch composition of one or more runs (PDF and PNG)."""
+    from metrics.figures import draw_all
+    from metrics.run_folder import read_run
+
+    labels = [run.name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in runs]
+    for path in draw_all({label: read_run(run) for label, run in zip(labels, runs)}, out):
+        print(path)
+
+
+def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
+    from metrics.run_folder import read_run
+    from metrics.summary import summarise
+
+    tables = read_run(run)
+    if tables.summary and not warmup and not slo:
+        return tables.summary
+    return summarise(tables, warmup=warmup or 0, slo=slo or None)
+
+
+def _print_json(content: Any) -> None:
+    from metrics.run_folder import json_ready
+
+    print(json.dumps(json_ready(content), indent=2, allow_nan=False))
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    # Into a pipe or a file rich would assume 80 columns and cut the table.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m metrics")

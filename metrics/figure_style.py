@@ -1,0 +1,151 @@
+"""How our figures look: paper sizes, embedded fonts, one colour per policy everywhere, readable without colour too.
+
+Figures are made without pyplot, so drawing has no global state and needs no display. Every figure is saved as PDF (for
+print, fonts embedded as TrueType) and PNG (for the screen).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from metrics.columns import MetricsError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SINGLE_COLUMN_IN = 3.35
+DOUBLE_COLUMN_IN = 7.0
+
+RC = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.4,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.2,
+    "hatch.linewidth": 0.5,
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
+    "savefig.dpi": 200,
+    "figure.constrained_layout.use": True,
+}
+
+
+class LineStyle(NamedTuple):
+    """Colour (told apart by colour-blind readers), dashes and marker (told apart in grey)."""
+
+    colour: str
+    dashes: tuple[float, ...]
+    marker: str
+
+    def line(self) -> dict[str, Any]:
+        """Keyword arguments of `Axes.plot`."""
+        return {"color": self.colour, "linestyle": (0, self.dashes) if self.dashes else "-"}
+
+
+SOLID: tuple[float, ...] = ()
+
+POLICY_STYLES: dict[str, LineStyle] = {
+    "request_level": LineStyle("#000000", (1, 1), "x"),
+    "orca": LineStyle("#56B4E9", (6, 1.2), "P"),
+    "prefill_priority": LineStyle("#D55E00", SOLID, "o"),
+    "chunked": LineStyle("#0072B2", SOLID, "s"),
+    "decode_maximal": LineStyle("#009E73", (4, 1.4), "^"),
+    "dynamic_chunk": LineStyle("#CC79A7", (4, 1.2, 1, 1.2), "D"),
+    "vllm_v1": LineStyle("#E69F00", (1.6, 1), "v"),
+    "slo_aware": LineStyle("#882255", (6, 1.2, 1, 1.2, 1, 1.2), "<"),
+    "shortest_prompt_first": LineStyle("#7F7F7F", (2.5, 1.2), ">"),
+}
+"""The Okabe-Ito colours, extended by two; a policy keeps its own in every figure."""
+
+_SPARE = (
+    LineStyle("#332288", (3, 1, 1, 1), "h"),
+    LineStyle("#999933", (6, 2), "*"),
+    LineStyle("#AA4499", SOLID, "p"),
+    LineStyle("#44AA99", (1, 1.6), "d"),
+    LineStyle("#661100", (4, 1.4), "8"),
+)
+
+
+def styles_for(labels: Mapping[str, str | None]) -> dict[str, LineStyle]:
+    """A style per label. labels: label -> the policy behind it, or None if unknown.
+
+    The first label of a known policy gets that policy's style; further labels of the same policy and unknown ones
+    take the spare styles, then those of policies that are not in the figure.
+    """
+    styles: dict[str, LineStyle] = {}
+    taken: set[LineStyle] = set()
+    for label, policy in labels.items():
+        own = POLICY_STYLES.get(policy or label)
+        if own is not None and own not in taken:
+            styles[label] = own
+            taken.add(own)
+    free = [style for style in (*_SPARE, *POLICY_STYLES.values()) if style not in taken]
+    for position, label in enumerate(label for label in labels if label not in styles):
+        styles[label] = free[position % len(free)]
+    return {label: styles[label] for label in labels}
+
+
+def new_figure(
+    width_in: float, height_in: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, Any]:
+    """A figure and its axes (an array [rows, columns]), in our style. Call inside `house_style()`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def house_style() -> Any:
+    """Context in which figures are made and saved."""
+    import matplotlib
+
+    return matplotlib.rc_context(RC)  # type: ignore[arg-type]
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write name.pdf and name.png, each whole or not at all."""
+    written = []
+    for suffix in (".pdf", ".png"):
+        target = folder / f"{name}{suffix}"
+        scratch = folder / f".{name}.part{suffix}"
+        try:
+            # Without a date the same run gives the same bytes.
+            figure.savefig(scratch, metadata={"CreationDate": None} if suffix == ".pdf" else None)
+            os.replace(scratch, target)
+        except OSError as error:
+            raise MetricsError(f"{target}: cannot write the figure: {error.strerror}") from error
+        finally:
+            scratch.unlink(missing_ok=True)
+        written.append(target)
+    return written
+
+
+def legend_above(figure: Figure, axes: Axes, count: int, per_row: int = 4) -> None:
+    """One legend for the whole figure, above it."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(count, per_row), columnspacing=1.4)
+
+
+def legend_in_order(axes: Axes, labels: Sequence[str], **options: Any) -> None:
+    """A legend inside the axes, in the given order."""
+    handles, found = axes.get_legend_handles_labels()
+    by_label = dict(zip(found, handles))
+    present: Iterable[str] = [label for label in labels if label in by_label]
+    axes.legend([by_label[label] for label in present], list(present), **options)

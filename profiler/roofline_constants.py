@@ -1,0 +1,50 @@
+"""The few numbers that the roofline needs and specifications do not give, each with its source.
+
+`python -m profiler rates` prints the measurements behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from profiler.errors import ProfileError
+
+
+@dataclass(frozen=True)
+class RooflineConstants:
+    """What specifications do not say. Each with its source or reason; see docs/costs.md for how they were read.
+
+    matmul_efficiency: large bfloat16 GEMMs (m >= 2048, n, k >= 4096) reach 0.90 (A100), 0.81 (H100), 0.79 (H200) of the
+        dense peak at the median in NVIDIA aiconfigurator's kernel tables.
+    memory_efficiency: aiconfigurator's own correction of peak bandwidth (systems yaml: 0.8 on all three).
+    attention_efficiency: FlashAttention on prompts of 4096 tokens and more reaches 0.55 to 0.585 of peak there; its
+        authors state 0.50 to 0.73 on A100.
+    kv_efficiency: decode attention that reads over 100 MB reaches 0.63 to 0.76 of peak bandwidth there (paged gather).
+    link_efficiency: all-reduces of 1 GB over NVLink reach 0.66 to 0.76 of the ring bound on A100 there.
+    kernel_ns: aiconfigurator's constant latency of a memory-bound kernel; its smallest GEMMs take 2.6 to 4.5 us.
+    all_reduce_ns: its small all-reduces take 4.3 to 6.3 us over NVLink inside a CUDA graph; pcie_all_reduce_ns: NCCL's
+        small ones take 6 to 23 us (2 to 8 GPUs), the path without peer access. send_ns: its point-to-point latency.
+    host_*: scheduling and output handling per step in logs of real vLLM (CPU build, one Python process): linear fits
+        over four logs give 55 to 93 us + 9 to 18 us a sequence, and 31 to 68 us + 6 to 11 us a sampled sequence.
+    sampler_bytes: a logit is read in 16 bits, written and read twice in 32 (temperature or argmax, softmax).
+    """
+
+    matmul_efficiency: float = 0.80
+    memory_efficiency: float = 0.80
+    attention_efficiency: float = 0.55
+    kv_efficiency: float = 0.70
+    link_efficiency: float = 0.75
+    kernel_ns: float = 3_000.0
+    all_reduce_ns: float = 5_000.0
+    pcie_all_reduce_ns: float = 15_000.0
+    send_ns: float = 10_000.0
+    host_before_ns: float = 65_000.0
+    host_before_per_sequence_ns: float = 12_000.0
+    host_after_ns: float = 40_000.0
+    host_after_per_sample_ns: float = 8_000.0
+    sampler_bytes: float = 18.0
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            if not 0 <= value < float("inf") or (key.endswith("efficiency") and not 0 < value <= 1):
+                raise ProfileError(f"roofline constant {key}: found {value!r}")

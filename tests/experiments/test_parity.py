@@ -1,0 +1,66 @@
+"""`vllm_v1` against step logs of a real vLLM engine, step by step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.errors import ExperimentError
+from experiments.parity import compare_with_vllm
+from tests.shared_data import shared
+
+LOGS = [
+    ("fp32_t2q_512", 199, 0, {"num_blocks": 512, "block_size": 128}),
+    ("nano_rate2_512", 3761, 0, {"num_blocks": 4096, "block_size": 128}),
+    ("preempt_b512_k250", 487, 6, {"num_blocks": 250, "block_size": 32}),
+    ("preempt_cache_b512_k250", 509, 7, {"num_blocks": 250, "block_size": 32, "prefix_caching": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS, ids=[log[0] for log in LOGS])
+def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engine):
+    result = compare_with_vllm(
+        shared(f"vllm_cpu_steps/steps_{name}.jsonl"), shared(f"vllm_cpu_steps/reqs_{name}.jsonl"),
+        token_budget=512, max_num_seqs=64, **engine,
+    )  # fmt: skip
+    assert result.divergence is None
+    assert (result.steps, result.matched, result.preemptions) == (steps, steps, preemptions)
+    assert result.free_blocks_checked == steps
+
+
+def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
+    """0.19 put every freed block at the tail; the log of 0.32 tells the two apart at step 272."""
+    result = compare_with_vllm(
+        shared("vllm_cpu_steps/steps_preempt_cache_b512_k250.jsonl"),
+        shared("vllm_cpu_steps/reqs_preempt_cache_b512_k250.jsonl"),
+        token_budget=512, max_num_seqs=64, num_blocks=250, block_size=32, prefix_caching=True, free_order="0.19",
+    )  # fmt: skip
+    assert result.divergence is not None
+    assert result.divergence["step"] == 272
+
+
+def test_a_divergence_shows_both_sides(tmp_path):
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    requests.write_text('{"id": 0, "prompt": 6, "output": 2, "added": 0.0}\n')
+    rows = [[["0", 4, 0]], [["0", 2, 4]], [["0", 1, 7]]]
+    steps.write_text("".join(json.dumps({"t": t, "reqs": reqs}) + "\n" for t, reqs in enumerate(rows)))
+    result = compare_with_vllm(steps, requests, token_budget=4, num_blocks=8, block_size=4, max_num_seqs=2)
+    assert (result.steps, result.matched) == (3, 2)
+    assert result.divergence == {
+        "step": 2,
+        "ours": {"reqs": [("0", 1, 6)]},
+        "vllm": {"reqs": [("0", 1, 7)]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "found no rows"), ("{\n", "line 1: not JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],
+)
+def test_a_broken_log_is_named_with_its_line(tmp_path, text, message):
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    steps.write_text(text)
+    requests.write_text('{"id": 0, "prompt": 6, "output": 2}\n')
+    with pytest.raises(ExperimentError, match=message):
+        compare_with_vllm(steps, requests, token_budget=4, num_blocks=8, block_size=4, max_num_seqs=2)

@@ -1,0 +1,107 @@
+"""Tables for people, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from metrics import summarise, write_run
+from metrics.__main__ import app
+from metrics.report import comparison_table, differences, format_value
+from tests.metrics.sample_runs import three_requests
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    run = three_requests()
+    return write_run(tmp_path / "chunked", run, {"policy": "chunked"}, summarise(run))
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("ttft_s_p99", 1.2345, "1.23 s"),
+        ("tbt_s_mean", 0.0213, "21.3 ms"),
+        ("host_s_total", 0.0, "0 s"),
+        ("iteration_s_p50", 0.0000071, "7.1 µs"),
+        ("duration_s", 3600.4, "3,600 s"),
+        ("output_tokens_per_s", 3216.4, "3,216"),
+        ("slo_attainment", 0.123, "12.3%"),
+        ("kv_use_max", 1.0, "100.0%"),
+        ("finished", 19366, "19,366"),
+        ("tpot_s_mean", float("nan"), "-"),
+        ("slo_met", True, "True"),
+    ],
+)
+def test_values_are_printed_with_their_units(key, value, text) -> None:
+    assert format_value(key, value) == text
+
+
+def test_a_difference_is_relative_to_the_first_run() -> None:
+    found = differences({"ttft_s_p50": 2.0, "policy": "a"}, {"ttft_s_p50": 1.5, "policy": "b", "stalls": 3})
+    assert found["ttft_s_p50"] == {"first": 2.0, "second": 1.5, "relative": -0.25}
+    assert found["policy"]["relative"] is None
+    assert found["stalls"] == {"first": None, "second": 3, "relative": None}
+
+
+@pytest.mark.parametrize("width", [80, 120, 160])
+def test_a_comparison_of_many_policies_fits_the_terminal(width) -> None:
+    summary = summarise(three_requests(), slo="ttft_p99=2") | {"calibrated": False}
+    summaries = {name: dict(summary) for name in ("prefill_priority", "decode_maximal", "vllm_v1")}
+    summaries["vllm_v1"]["ttft_s_p50"] = 1.5
+    console = Console(width=width, record=True, file=StringIO())
+    console.print(comparison_table(summaries, max_width=width))
+    text = console.export_text()
+    assert "…" not in text
+    assert "decode_maximal *" in text
+    assert "1.5 s" in text
+    assert "uncalibrated" in text
+    assert ("3 of 4" in text) == (width > 80)
+
+
+def test_show_prints_the_summary_of_the_folder_or_anew(run_folder) -> None:
+    printed = json.loads(call("show", run_folder, "--json").stdout)
+    assert printed == json.loads((run_folder / "summary.json").read_text())
+    anew = json.loads(call("show", run_folder, "--json", "--slo", "ttft_p99=2", "--warmup", "1").stdout)
+    assert (anew["slo"], anew["measured"]) == ("ttft_p99=2", 3)
+    text = call("show", run_folder).stdout
+    assert "scheduling_delay" in text
+    assert "requests that could never run" in text
+
+
+def test_diff_of_a_run_with_itself_is_nothing(run_folder) -> None:
+    found = json.loads(call("diff", run_folder, run_folder, "--json").stdout)
+    assert found["ttft_s_mean"]["relative"] == 0
+    assert {row["relative"] for row in found.values()} == {0}
+    assert "ttft_s_mean" in call("diff", run_folder, run_folder).stdout
+
+
+def test_token_times_of_a_preempted_request_show_its_wait(run_folder) -> None:
+    printed = json.loads(call("token-times", run_folder, "--request", 1, "--json").stdout)
+    assert printed == {"request": 1, "arrival_s": 1.0, "time_s": [3.0, 4.0, 8.0], "gap_s": [2.0, 1.0, 4.0]}
+    assert "2 s (TTFT)" in call("token-times", run_folder, "--request", 1).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("token-times", "RUN", "--request", "99"), "found no request 99, expected one of its 4 (0 to 3)"),
+        (("show", "RUN", "--slo", "fast"), "SLO: found 'fast'"),
+        (("show", "RUN", "--warmup", "soon"), "warm-up: found 'soon'"),
+        (("show", "nowhere"), "found nothing, expected a run folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_two(run_folder, arguments, complaint) -> None:
+    result = call(*(run_folder if argument == "RUN" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
