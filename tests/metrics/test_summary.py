@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, summarise_classes
 from metrics.causes import CAUSES
+from metrics.columns import TABLES, columns_table
 from metrics.slo import requests_within
 from metrics.statistics import percentiles, statistics
 from metrics.summary import pd_optimum
@@ -156,9 +157,10 @@ def test_optimum_pd_ratio_fills_every_chunk_with_decodes() -> None:
     assert math.isnan(pd_optimum(256, 1))
 
 
-def test_every_key_is_documented() -> None:
+def test_every_key_and_every_column_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert keys_table() in page
+    assert all(columns_table(table) in page for table in TABLES)
 
 
 values = st.lists(st.integers(0, 50), min_size=1, max_size=30)
