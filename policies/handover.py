@@ -69,7 +69,7 @@ class Handover:
         """The KV of an expected request is here: it may be planned."""
         del self.expected[track.request.id]
         track.status = "waiting"
-        self._scheduler.queues.waiting.append(track)
+        self._scheduler.queues.enqueue(track)
 
     def reclaim(self) -> bool:
         """Take back the blocks of the last waiting request that holds some; False if none does."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from policies.batch import Batch, BatchShape, Chunk, Decodes
+from policies.batch import Batch, BatchShape, Decodes
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
 from policies.errors import PolicyError
@@ -76,6 +76,7 @@ class Scheduler:
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._only_now = False
 
     @property
     def depth(self) -> int:
@@ -103,7 +104,7 @@ class Scheduler:
         track = self.enter(request, now_ns, ends_after, computed, produced)
         if track.status != "rejected":
             track.hands_over = hands_over
-            self.queues.waiting.append(track)
+            self.queues.enqueue(track)
         return track
 
     def enter(self, request: Request, now_ns: Ns, ends_after: int | None, computed: int, produced: int) -> Track:
@@ -137,7 +138,7 @@ class Scheduler:
                 self._vacate(track)
             else:
                 if self.handover.expected.pop(request_id, None) is None:
-                    self.queues.waiting.remove(track)
+                    self.queues.dequeue(track)
                 if track.blocks:
                     self.ledger.release(track)
             self._forget(track, unplanned)
@@ -208,6 +209,7 @@ class Scheduler:
                 if draft.parts or queues.in_flight_batches or not queues.waiting or not self.handover.reclaim():
                     break
         self.alarm_ns = draft.alarm_ns
+        self._only_now = draft.only_now
         if not draft.parts:
             return None
         return self._commit(draft)
@@ -277,7 +279,7 @@ class Scheduler:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None:
+        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None or self._only_now:
             return 0
         cohort, _, size = batch.grown[0]
         if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
@@ -314,11 +316,7 @@ class Scheduler:
     def start(self, track: Track, cached: int, now_ns: Ns) -> None:
         """Move a waiting track to the running ones, its first `cached` tokens being there already."""
         queues = self.queues
-        waiting = queues.waiting
-        if waiting[0] is track:
-            waiting.popleft()
-        else:
-            waiting.remove(track)
+        queues.dequeue(track)
         track.order = self._admissions
         self._admissions += 1
         track.status = "running"
@@ -327,7 +325,7 @@ class Scheduler:
         track.own_context = cached
         track.cached_total += cached - track.computed
         queues.prefill_tokens -= cached - track.computed
-        queues.num_running += 1
+        queues.count_running(track, 1)
         queues.parts.append(track)
 
     def stop(self, track: Track) -> None:
@@ -341,7 +339,7 @@ class Scheduler:
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - unplanned
-        queues.waiting.appendleft(track)
+        queues.enqueue_in_front(track)
 
     def last_admitted(self) -> Track | None:
         """The running track with the highest admission number, in flight or not."""
@@ -509,7 +507,7 @@ class Scheduler:
         track.closing = False
         if track.request.id not in self.handover.held:
             self.ledger.release(track)
-        queues.num_running -= 1
+        queues.count_running(track, -1)
         track.order = -1
         track.epoch += 1
 

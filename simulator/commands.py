@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from simulator.errors import SimulationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from simulator.replay import Run
+    from simulator.simulation import Run
 
 app = typer.Typer(
     name="simulator",
@@ -32,44 +33,16 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
+@o.replay_flags
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
     policy: o.Policy = "chunked",
-    chunk_size: o.ChunkSize = None,
-    token_budget: o.TokenBudget = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    asynchronous: o.Async = None,
-    model: o.Model = "llama-3.1-8b",
-    gpu: o.Gpu = "h100",
-    cost_model: o.CostModel = "auto",
-    dtype: o.DType = "auto",
-    kv_dtype: o.KVDType = "auto",
-    tp: o.TP = 1,
-    max_model_len: o.MaxModelLen = None,
-    plain: o.NoLeaps = False,
-    block_size: o.BlockSize = 16,
-    num_blocks: o.NumBlocks = None,
-    gpu_memory_utilization: o.Utilization = None,
-    watermark: o.Watermark = None,
-    pp: o.PP = 1,
-    layer_split: o.LayerSplit = None,
-    pp_overlap: o.PPOverlap = True,
-    chase_chunks: o.ChaseChunks = False,
-    rate_scale: o.RateScale = 1.0,
-    limit: o.Limit = None,
-    timeout: o.Timeout = None,
-    trace_format: o.TraceFormat = "auto",
-    arrivals: o.ArrivalProcess = None,
-    on_bad_row: o.OnBadRow = "fail",
-    spread_ties: o.SpreadTies = False,
-    seed: o.Seed = 0,
-    warmup: o.Warmup = None,
-    slo: o.Slo = None,
     out: o.Out = None,
     figures: o.Figures = False,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
+    **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
     settings, reading = o.collect(ctx, config)
@@ -78,44 +51,16 @@ def replay_command(
 
 
 @app.command("compare", context_settings=_KNOBS)
+@o.replay_flags
 def compare_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
     policies: o.Policies = None,
-    chunk_size: o.ChunkSize = None,
-    token_budget: o.TokenBudget = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    asynchronous: o.Async = None,
-    model: o.Model = "llama-3.1-8b",
-    gpu: o.Gpu = "h100",
-    cost_model: o.CostModel = "auto",
-    dtype: o.DType = "auto",
-    kv_dtype: o.KVDType = "auto",
-    tp: o.TP = 1,
-    max_model_len: o.MaxModelLen = None,
-    plain: o.NoLeaps = False,
-    block_size: o.BlockSize = 16,
-    num_blocks: o.NumBlocks = None,
-    gpu_memory_utilization: o.Utilization = None,
-    watermark: o.Watermark = None,
-    pp: o.PP = 1,
-    layer_split: o.LayerSplit = None,
-    pp_overlap: o.PPOverlap = True,
-    chase_chunks: o.ChaseChunks = False,
-    rate_scale: o.RateScale = 1.0,
-    limit: o.Limit = None,
-    timeout: o.Timeout = None,
-    trace_format: o.TraceFormat = "auto",
-    arrivals: o.ArrivalProcess = None,
-    on_bad_row: o.OnBadRow = "fail",
-    spread_ties: o.SpreadTies = False,
-    seed: o.Seed = 0,
-    warmup: o.Warmup = None,
-    slo: o.Slo = None,
     out: o.Out = None,
     figures: o.Figures = False,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
+    **shared: Any,
 ) -> None:
     """Replay a trace under several policies and compare them in one table."""
     settings, reading = o.collect(ctx, config)
@@ -145,7 +90,8 @@ def policies_command(as_json: o.Json = False) -> None:
         console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            console.print(f"    --{knob.replace('_', '-')} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = knob.replace("_", "-")
+            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
 def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:
@@ -168,7 +114,7 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.replay import make_engine, replay
+    from simulator.simulation import make_engine, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
@@ -188,15 +134,7 @@ def _replay_all(
 
 
 def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any]:
-    chosen = str(path.resolve()) if path is not None else reading.trace
-    return {
-        "trace": chosen,
-        "trace_format": reading.trace_format,
-        "arrivals": reading.arrivals,
-        "on_bad_row": reading.on_bad_row,
-        "spread_ties": reading.spread_ties,
-        "timeout": reading.timeout,
-    }
+    return {**asdict(reading), "trace": str(path.resolve()) if path is not None else reading.trace}
 
 
 def _folder_name(policy: str) -> str:
@@ -220,7 +158,7 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         return
     from rich.console import Console
 
-    from metrics.table import comparison_table
+    from metrics.report import comparison_table
 
     console = Console()
     console.print(comparison_table(summaries))

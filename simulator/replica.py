@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simpy import Environment, Event
 
 from metrics import Recorder
-from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from policies import Batch, Ns, Request, Scheduler, Track
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
