@@ -25,7 +25,7 @@ from metrics import Recorder
 from policies import make_policy
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
-from simulator.replay import Engine, make_engine, simulate
+from simulator.simulation import Engine, make_engine, simulate
 from workloads import Trace, read_trace
 
 SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
@@ -124,7 +124,8 @@ def main() -> None:
     print("changing batches, records kept:")
     for row in median["changing"]:
         print(
-            f"  {row['decodes']:4d} decodes  {row['cpu_us']:6.2f} us CPU an iteration  {row['ratio_to_bare']:5.1f} x bare"
+            f"  {row['decodes']:4d} decodes  {row['cpu_us']:6.2f} us CPU an iteration"
+            f"  {row['ratio_to_bare']:5.1f} x bare"
             f"  {row['iterations_per_s']:9,.0f} iterations/s"
         )
     for row in result.get("trace", []):

@@ -1,4 +1,4 @@
-"""`python -m experiments`: whatever joins two worlds. Commands are assembled from modules, each with a `register(app)`."""
+"""`python -m experiments`: whatever joins two worlds. Commands come from modules, each with a `register(app)`."""
 
 from __future__ import annotations
 

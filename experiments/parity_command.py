@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def parity(
     steps: Annotated[Path, typer.Argument(help="Step log: one JSON object a line with t and reqs.")],
-    requests: Annotated[Path, typer.Argument(help="Request log: one JSON object a line with id, prompt, output, added.")],
+    requests: Annotated[Path, typer.Argument(help="Request log: id, prompt, output, added in each line.")],
     token_budget: Annotated[int, typer.Option(help="max_num_batched_tokens of the engine.")],
     num_blocks: Annotated[int, typer.Option(help="KV blocks of the engine, the null block included.")],
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")],
@@ -51,5 +51,6 @@ def parity(
 def _print_divergence(divergence: Any) -> None:
     print(f"first divergence at step {divergence['step']}:")
     for side in ("vllm", "ours"):
-        print(f"  {side}: " + ", ".join(f"{name} {value}" for name, value in divergence[side].items() if name != "reqs"))
-        print("    " + " ".join(f"{request}:{tokens}@{context}" for request, tokens, context in divergence[side]["reqs"]))
+        counts = [f"{name} {value}" for name, value in divergence[side].items() if name != "reqs"]
+        print(f"  {side}: {', '.join(counts)}")
+        print("    " + " ".join(f"{name}:{tokens}@{context}" for name, tokens, context in divergence[side]["reqs"]))

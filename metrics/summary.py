@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from metrics.columns import STATUSES, MetricsError, to_ns
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
+from metrics.steady_state import steady_state
 from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
@@ -43,7 +44,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of a run.
 
-    warmup: left out of the statistics: a number of requests (in order of arrival), or seconds as "30s".
+    warmup: left out of the statistics: a number of requests (in order of arrival), seconds as "30s", or "auto" for
+        where `metrics.steady_state` finds that the run has settled.
     slo: such as `ttft_p99=2,tbt_p99=0.2`, or one per SLO class (column `slo` of the requests).
     peaks: peak_flops, peak_bytes_per_s (of one device) and devices, for MFU and MBU.
     model_flops, model_bytes: work per iteration, see `metrics.utilisation`.
@@ -56,6 +58,10 @@ def summarise(
     requests = _requests(run)
     tokens = TokenTimes(run)
     _nobody_lost_a_token(requests, tokens)
+    steady = steady_state(run)
+    if warmup == "auto":
+        # Where no steady part was found nothing is left out: `overloaded` says why.
+        warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
     start_s, measured = _window(requests, warmup)
     warmup_requests = len(measured) - int(measured.sum())
     if wanted is not None:
@@ -75,6 +81,8 @@ def summarise(
         window_start_s=start_s,
         window_end_s=end_s,
         duration_s=end_s - start_s,
+        overloaded=steady.overloaded,
+        load=steady.load if steady.overloaded else None,
     )
     summary.update(_latencies(own, tokens, finished))
     summary.update(_stalls(tokens, finished, stall_bound_s))
@@ -89,6 +97,7 @@ def summarise(
             else config.get("model_flops"), model_bytes if model_bytes is not None else config.get("model_bytes"),
         )
     )  # fmt: skip
+    summary.update(_bubbles(run))
     summary.update(_objectives(slo, summary, requests, tokens, measured, own))
     return summary
 
@@ -315,6 +324,20 @@ def _utilisation(
         found[name] = share_of_peak(done, peaks[peak], devices, end_s - start_s)
         found[f"{name}_busy"] = share_of_peak(done, peaks[peak], devices, busy_s)
     return found
+
+
+def _bubbles(run: RunTables) -> dict[str, float]:
+    """Of the whole run: a bubble has no warm-up. A single stage has none worth the name."""
+    if not np.any(run.column("stages", "stage")):
+        return {}
+    from metrics.bubbles import find_bubbles
+
+    found = find_bubbles(run)
+    return {
+        "bubble_share": found.share,
+        **{f"bubble_share_{cause}": share for cause, share in found.cause_shares.items()},
+        "lost_device_s": found.lost_device_s,
+    }
 
 
 def _objectives(

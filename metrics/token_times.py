@@ -45,7 +45,9 @@ class TokenTimes:
         self.request_row = order[np.minimum(at, max(len(order) - 1, 0))] if len(order) else at
         if len(at) and (not len(requests) or not np.array_equal(requests[self.request_row], segments["request"])):
             raise MetricsError("segments: found tokens of a request that the table of requests lacks")
-        base, length = _cohort_of_segments(run)
+        base, length = cohort_rows(run, run.column("segments", "replica"), run.column("segments", "cohort"))
+        if (length == 0).any():
+            raise MetricsError("segments: found a cohort that the table of tokens lacks")
         self.first = base + segments["from_step"]
         self.last = base + segments["to_step"]
         wrong = (segments["from_step"] < 0) | (segments["to_step"] <= segments["from_step"])
@@ -106,28 +108,29 @@ class TokenTimes:
         return np.bincount(rows, weights=values, minlength=self.num_requests).astype(np.int64)
 
 
-def _cohort_of_segments(run: RunTables) -> tuple[Ints, Ints]:
-    """For each segment, where its cohort starts in the table of tokens and how many steps it has."""
-    keys = _cohort_keys(run, "tokens")
+def cohort_rows(run: RunTables, replica: Ints, cohort: Ints) -> tuple[Ints, Ints]:
+    """For each (replica, cohort), the row of the table of tokens where it starts and how many steps it has.
+
+    A cohort that the table lacks has 0 steps.
+    """
+    keys = _keys(run.column("tokens", "replica"), run.column("tokens", "cohort"))
     step = run.column("tokens", "step")
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
     lengths = np.diff(np.append(starts, len(keys)))
     if not np.array_equal(step, np.arange(len(keys)) - np.repeat(starts, lengths)):
         raise MetricsError("tokens: found steps out of order, expected each cohort's rows together, from step 0 up")
     cohorts = keys[starts]
-    order = np.argsort(cohorts, kind="stable")
     if len(np.unique(cohorts)) != len(cohorts):
         raise MetricsError("tokens: found a cohort twice, expected each cohort's rows together")
-    wanted = _cohort_keys(run, "segments")
-    if not len(wanted):
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    at = np.searchsorted(cohorts, wanted, sorter=order)
-    found = order[np.minimum(at, len(order) - 1)] if len(order) else at
-    if not len(order) or not np.array_equal(cohorts[found], wanted):
-        raise MetricsError("segments: found a cohort that the table of tokens lacks")
-    return starts[found], lengths[found]
+    wanted = _keys(replica, cohort)
+    if not len(cohorts):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.int64)
+    order = np.argsort(cohorts, kind="stable")
+    found = order[np.minimum(np.searchsorted(cohorts, wanted, sorter=order), len(order) - 1)]
+    known = cohorts[found] == wanted
+    return np.where(known, starts[found], 0), np.where(known, lengths[found], 0)
 
 
-def _cohort_keys(run: RunTables, table: str) -> Ints:
+def _keys(replica: NDArray[np.integer], cohort: NDArray[np.integer]) -> Ints:
     """Replica and cohort number in one integer."""
-    return run.column(table, "replica").astype(np.int64) * (1 << 44) + run.column(table, "cohort")
+    return replica.astype(np.int64) * (1 << 44) + cohort

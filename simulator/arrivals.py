@@ -31,7 +31,7 @@ class Arrivals:
         self.give_up = give_up
         self.arrived = 0
         self._followers = trace.followers()
-        self._open = [row for row in range(len(trace))] if not self._followers else self._open_rows(trace)
+        self._open = list(range(len(trace))) if not self._followers else self._open_rows(trace)
         self._times = trace.arrival_ns.tolist()
         self._outputs = trace.output_tokens.tolist()
         self._impatient = trace.abort_ns is not None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, get_type_hints
 
-import click
 import typer
 
 from simulator.config import ReplayConfig
@@ -30,15 +30,15 @@ Policy = Annotated[
     str, _option("--policy", "Name of a policy, or path/to/file.py:ClassName; its knobs are flags too.", POLICY)
 ]
 Policies = Annotated[
-    Optional[str], _option("--policies", "Policies to compare, separated by commas; all built-in ones by default.", POLICY)
+    str | None, _option("--policies", "Policies to compare, separated by commas; all built-in ones by default.", POLICY)
 ]
-ChunkSize = Annotated[Optional[int], _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", POLICY)]
+ChunkSize = Annotated[int | None, _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", POLICY)]
 TokenBudget = Annotated[
-    Optional[int], _option("--token-budget", "Most tokens of a batch, prefill and decode together.", POLICY)
+    int | None, _option("--token-budget", "Most tokens of a batch, prefill and decode together.", POLICY)
 ]
-MaxNumSeqs = Annotated[Optional[int], _option("--max-num-seqs", "Most requests admitted at once.", POLICY)]
+MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", POLICY)]
 Async = Annotated[
-    Optional[bool], _option("--async/--sync", "Plan one step ahead of the running one (where the policy can).", POLICY)
+    bool | None, _option("--async/--sync", "Plan one step ahead of the running one (where the policy can).", POLICY)
 ]
 Model = Annotated[str, _option("--model", "Model name, Hugging Face folder, config.json or TOML file.", ENGINE)]
 Gpu = Annotated[str, _option("--gpu", "GPU name, or a TOML file that describes one.", ENGINE)]
@@ -49,19 +49,19 @@ DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the 
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]
 TP = Annotated[int, _option("--tp", "Tensor-parallel devices per stage.", ENGINE)]
 MaxModelLen = Annotated[
-    Optional[int], _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", ENGINE)
+    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", ENGINE)
 ]
 BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", MEMORY)]
-NumBlocks = Annotated[Optional[int], _option("--num-blocks", "Usable KV blocks; by default what the GPU holds.", MEMORY)]
+NumBlocks = Annotated[int | None, _option("--num-blocks", "Usable KV blocks; by default what the GPU holds.", MEMORY)]
 Utilization = Annotated[
-    Optional[float],
+    float | None,
     _option("--gpu-memory-utilization", "Share of the GPU's memory used; the policy's own rule by default.", MEMORY),
 ]
 Watermark = Annotated[
-    Optional[float], _option("--watermark", "Share of the KV blocks that admission leaves free.", MEMORY)
+    float | None, _option("--watermark", "Share of the KV blocks that admission leaves free.", MEMORY)
 ]
 PP = Annotated[int, _option("--pp", "Pipeline stages.", PIPELINE)]
-LayerSplit = Annotated[Optional[str], _option("--layer-split", "Layers of each stage, as 16,16; even by default.", PIPELINE)]
+LayerSplit = Annotated[str | None, _option("--layer-split", "Layers of each stage, as 16,16.", PIPELINE)]
 PPOverlap = Annotated[
     bool, _option("--pp-overlap/--no-pp-overlap", "A stage computes while its last output is being sent.", PIPELINE)
 ]
@@ -69,28 +69,95 @@ ChaseChunks = Annotated[
     bool, _option("--chase-chunks", "A prompt's next chunk may follow its last one through the stages.", PIPELINE)
 ]
 RateScale = Annotated[float, _option("--rate-scale", "Arrivals this many times as fast.", TRACE)]
-Limit = Annotated[Optional[int], _option("--limit", "Only the first so many requests.", TRACE)]
-Timeout = Annotated[Optional[float], _option("--timeout", "Seconds after which a client gives up.", TRACE)]
+Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", TRACE)]
+Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", TRACE)]
 TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", TRACE)]
 ArrivalProcess = Annotated[
-    Optional[str], _option("--arrivals", "Arrival process in place of the trace's times, as poisson:5.5.", TRACE)
+    str | None, _option("--arrivals", "Arrival process in place of the trace's times, as poisson:5.5.", TRACE)
 ]
 OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", TRACE)]
 SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
 Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE)]
 Warmup = Annotated[
-    Optional[str], _option("--warmup", "Requests (100) or seconds (30s) left out of the statistics.", OUTPUT)
+    str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
 ]
-Slo = Annotated[Optional[str], _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
-Out = Annotated[Optional[Path], _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
+Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
+Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
 Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figures.", OUTPUT)]
+Timeline = Annotated[
+    str | None,
+    _option("--timeline", "Write timeline.json (for Perfetto) of FROM:TO seconds; `:` is the whole run.", OUTPUT),
+]
+Follow = Annotated[int | None, _option("--follow", "A request to follow through the timeline with arrows.", OUTPUT)]
 ConfigFile = Annotated[
-    Optional[Path], _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
+    Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
+Seeds = Annotated[
+    int,
+    _option("--seeds", "Draws of the workload: of --arrivals if given, else of blocks of the trace.", POLICY),
+]
+Preset = Annotated[
+    str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
+]
 NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one (the reference path).", ENGINE)]
 
-TraceFile = Annotated[Optional[Path], typer.Argument(help="Trace file; may come from --config instead.")]
+OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]
+Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.", TRACE)]
+Window = Annotated[str | None, _option("--window", "Only arrivals from START:END seconds.", TRACE)]
+
+TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    "chunk_size": (ChunkSize, None),
+    "token_budget": (TokenBudget, None),
+    "max_num_seqs": (MaxNumSeqs, None),
+    "asynchronous": (Async, None),
+    "model": (Model, "llama-3.1-8b"),
+    "gpu": (Gpu, "h100"),
+    "cost_model": (CostModel, "auto"),
+    "dtype": (DType, "auto"),
+    "kv_dtype": (KVDType, "auto"),
+    "tp": (TP, 1),
+    "max_model_len": (MaxModelLen, None),
+    "plain": (NoLeaps, False),
+    "block_size": (BlockSize, 16),
+    "num_blocks": (NumBlocks, None),
+    "gpu_memory_utilization": (Utilization, None),
+    "watermark": (Watermark, None),
+    "pp": (PP, 1),
+    "layer_split": (LayerSplit, None),
+    "pp_overlap": (PPOverlap, True),
+    "chase_chunks": (ChaseChunks, False),
+    "rate_scale": (RateScale, 1.0),
+    "limit": (Limit, None),
+    "window": (Window, None),
+    "timeout": (Timeout, None),
+    "trace_format": (TraceFormat, "auto"),
+    "arrivals": (ArrivalProcess, None),
+    "sessions": (Sessions, "open"),
+    "on_bad_row": (OnBadRow, "fail"),
+    "on_unsorted": (OnUnsorted, "fail"),
+    "spread_ties": (SpreadTies, False),
+    "seed": (Seed, 0),
+    "warmup": (Warmup, None),
+    "slo": (Slo, None),
+}
+"""Flags of every command that replays a trace: name -> (annotation, default). A new one is added here alone."""
+
+
+def replay_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, written as f(ctx, its own flags, **shared), the flags of SHARED in its signature."""
+    own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
+    hints = get_type_hints(command, include_extras=True)
+    shared = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in SHARED.items()
+    ]
+    own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
+    command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
+    return command
 
 
 @dataclass(frozen=True)
@@ -101,8 +168,11 @@ class TraceOptions:
     trace_format: str = "auto"
     arrivals: str | None = None
     on_bad_row: str = "fail"
+    on_unsorted: str = "fail"
+    sessions: str = "open"
     spread_ties: bool = False
     timeout: float | None = None
+    window: str | None = None
 
 
 def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, TraceOptions]:
@@ -131,7 +201,7 @@ def _given_flags(ctx: typer.Context) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()
-        if name in known and ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE
+        if name in known and _given(ctx, name)
     }
 
 
@@ -183,15 +253,28 @@ def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> A
     chosen = path or (Path(options.trace) if options.trace else None)
     if chosen is None:
         raise SimulationError("found no trace: name a trace file, or a config that names one")
-    trace = read_trace(
+    return read_trace(
         chosen,
         trace_format=options.trace_format,
         on_bad_row=options.on_bad_row,  # type: ignore[arg-type]
+        on_unsorted=options.on_unsorted,  # type: ignore[arg-type]
         arrivals=options.arrivals,
+        sessions=options.sessions,  # type: ignore[arg-type]
         seed=seed,
         spread_ties=options.spread_ties,
+        timeout_s=options.timeout,
+        window_s=_window(options.window),
     )
-    return trace if options.timeout is None else trace.with_timeout(options.timeout)
+
+
+def _window(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        start, end = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise SimulationError(f"--window: found {text!r}, expected START:END in seconds") from None
+    return start, end
 
 
 def _split(text: str) -> tuple[int, ...]:
@@ -199,3 +282,9 @@ def _split(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise SimulationError(f"--layer-split: found {text!r}, expected whole numbers as 16,16") from None
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    # By name: typer may carry its own copy of click, whose enumeration is another object.
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

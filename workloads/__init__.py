@@ -1,12 +1,15 @@
 """What arrives: traces in columns, readers for public formats, generators.
 
-`read_trace` is the one door for files, `generate` makes synthetic workloads, `write_trace` writes either back.
+`read_trace` is the one door for files, `generate` and `preset` make synthetic workloads, `describe` tells what a trace
+looks like, `write_trace` writes it.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from workloads.description import describe
     from workloads.generator import generate
+    from workloads.presets import PRESETS, Preset, preset
     from workloads.reader import read_trace
     from workloads.trace import Trace, TraceError
     from workloads.write import write_trace
@@ -16,10 +19,14 @@ _HOME = {
     "TraceError": "workloads.trace",
     "read_trace": "workloads.reader",
     "generate": "workloads.generator",
+    "PRESETS": "workloads.presets",
+    "Preset": "workloads.presets",
+    "preset": "workloads.presets",
+    "describe": "workloads.description",
     "write_trace": "workloads.write",
 }
 
-__all__ = ["Trace", "TraceError", "generate", "read_trace", "write_trace"]
+__all__ = ["PRESETS", "Preset", "Trace", "TraceError", "describe", "generate", "preset", "read_trace", "write_trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workloads.cells import EPOCH_S, MAX_SPAN_S, MAX_TIME_S, MAX_TOKENS, WHOLE_RANGES, BadCellError, integers
+from workloads.cells import (
+    EPOCH_S,
+    MAX_SPAN_S,
+    MAX_TIME_S,
+    MAX_TOKENS,
+    WHOLE_RANGES,
+    BadCellError,
+    integers,
+    is_missing,
+    text,
+)
 from workloads.fields import LISTS, NS_PER_UNIT, REQUIRED, TEXTS, Field
 from workloads.ragged import RaggedColumn
 from workloads.trace import TraceError
@@ -63,7 +73,9 @@ def _fast_column(meaning: str, column: Any) -> Any:
 
     types = pa.types
     if meaning in TEXTS:
-        return [text or None for text in column.cast(pa.string()).to_pylist()]
+        if not (types.is_string(column.type) or types.is_large_string(column.type) or types.is_integer(column.type)):
+            raise OddColumnError
+        return [None if is_missing(cell) else text(cell) for cell in column.to_pylist()]
     if meaning in LISTS:
         return _ragged(column)
     if meaning == "arrival" and (types.is_string(column.type) or types.is_timestamp(column.type)):
@@ -97,7 +109,7 @@ def _ragged(column: Any) -> RaggedColumn:
     import pyarrow as pa
 
     if pa.types.is_string(column.type):
-        return RaggedColumn.of([integers(text) if text else [] for text in column.to_pylist()])
+        return RaggedColumn.of([[] if is_missing(cell) else integers(cell) for cell in column.to_pylist()])
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise OddColumnError
     lists = column.combine_chunks()
@@ -111,7 +123,7 @@ def _ragged(column: Any) -> RaggedColumn:
 
 
 def assemble(cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> dict[str, Any]:
-    """The arguments of a Trace, all but its name and provenance."""
+    """The arguments of a Trace, all but its name and provenance; and elapsed_ns, how long answers took (or None)."""
     build = _Assembly(cells, found, options, places)
     return build.columns()
 
@@ -153,6 +165,7 @@ class _Assembly:
             "prompt_ids": self._prompt_ids(),
             "after_row": after_row,
             "think_ns": think_ns,
+            "elapsed_ns": self._time_ns("elapsed") if "elapsed" in self.cells else None,
             "source_format": self.options.kind,
             "notes": tuple(self.notes),
         }
@@ -194,7 +207,7 @@ class _Assembly:
             return np.zeros(len(self.rows), np.int64)
         times = times[self.rows]
         if times.dtype == np.int64:
-            since = times - times.min()
+            since: NDArray[np.int64] = times - times.min()
             self._complain("arrival", since > MAX_SPAN_S * 1e9, "all dates within ten years of each other")
             return since
         unit = self._unit("arrival", float(np.median(times)))
@@ -203,7 +216,8 @@ class _Assembly:
         if self.options.kind == "vllm" or times.min() >= EPOCH_S * per_s:
             times = times - times.min()
         self._complain("arrival", times > MAX_SPAN_S * per_s, "a time within ten years of the first")
-        return np.rint(times * NS_PER_UNIT[unit]).astype(np.int64)
+        arrival_ns: NDArray[np.int64] = np.rint(times * NS_PER_UNIT[unit]).astype(np.int64)
+        return arrival_ns
 
     def _unit(self, meaning: str, typical: float) -> str:
         """Said by the name, else by the format, else by the size of a clock reading, else seconds."""

@@ -56,6 +56,8 @@ def is_missing(cell: object) -> bool:
 def number(cell: object, expected: str) -> float:
     """A finite number from a text or a value; raises BadCellError(expected)."""
     if isinstance(cell, str):
+        if cell.isascii() and cell.isdigit() and len(cell) < 16:
+            return float(cell)
         cell = cell.strip()
         if len(cell) < 400 and _NUMBER.fullmatch(cell):
             cell = float(cell)
@@ -72,6 +74,8 @@ def number(cell: object, expected: str) -> float:
 
 def tokens(cell: object, least: int = 1) -> int:
     """A count of tokens: a whole number from `least` to MAX_TOKENS (`374` and `374.0` alike)."""
+    if isinstance(cell, str) and len(cell) < 9 and cell.isascii() and cell.isdigit() and int(cell) >= least:
+        return int(cell)  # nearly all of them, and this is asked a million times
     expected = f"a whole number of tokens from {least} to {MAX_TOKENS:,}"
     value = number(cell, expected)
     if value != int(value) or not least <= value <= MAX_TOKENS:
@@ -88,10 +92,17 @@ def whole(cell: object, low: int, high: int) -> int:
     return int(value)
 
 
+def _bounds(unit: str) -> tuple[float, str]:
+    most = MAX_TIME_S * NS_PER_UNIT["s"] / NS_PER_UNIT[unit or "ns"]
+    return most, f"a time as a number{unit and ' of ' + unit} from 0 to {most:.0e}"
+
+
+_TIME_BOUNDS = {unit: _bounds(unit) for unit in ("", *NS_PER_UNIT)}
+
+
 def time(cell: object, unit: str) -> float:
     """A time as a number in its column's unit ("" where that is not known yet): 0 or more, and before the year 2286."""
-    most = MAX_TIME_S * NS_PER_UNIT["s"] / NS_PER_UNIT[unit or "ns"]
-    expected = f"a time as a number{unit and ' of ' + unit} from 0 to {most:.0e}"
+    most, expected = _TIME_BOUNDS[unit]
     value = number(cell, expected)
     if not 0 <= value <= most:
         raise BadCellError(expected)
@@ -145,7 +156,7 @@ def integers(cell: object) -> list[int]:
 def text(cell: object) -> str:
     """A name of at most 1,000 characters: a text, or a whole number."""
     expected = "a name of at most 1,000 characters"
-    if isinstance(cell, float) and cell == int(cell):
+    if isinstance(cell, float) and cell.is_integer():
         cell = int(cell)
     if isinstance(cell, bool) or not isinstance(cell, (str, int)):
         raise BadCellError(expected)

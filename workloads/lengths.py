@@ -3,6 +3,7 @@
     fixed:N                        always N tokens
     uniform:LOW,HIGH               any whole number between, both included
     zipf:THETA,LOW,HIGH            P(LOW + k) proportional to 1 / (k + 1)^THETA (SARATHI, section 5: 0.4, 1K to 4K)
+    geometric:MEAN                 1, 2, 3, ... with that mean (turns of a conversation)
     lognormal:MEDIAN,SIGMA         optionally ,LOW,HIGH: values outside are moved to the bound
     quantiles:50=1020,90=2734,...  percentage=tokens; straight lines in log tokens between them
     empirical:FILE                 the prompt (or output) lengths of another trace
@@ -25,8 +26,8 @@ from workloads.cells import MAX_TOKENS
 from workloads.trace import TraceError
 
 FORMS = (
-    "fixed:N, uniform:LOW,HIGH, zipf:THETA,LOW,HIGH, lognormal:MEDIAN,SIGMA[,LOW,HIGH], quantiles:50=N,90=N,... "
-    "or empirical:FILE"
+    "fixed:N, uniform:LOW,HIGH, zipf:THETA,LOW,HIGH, geometric:MEAN, lognormal:MEDIAN,SIGMA[,LOW,HIGH], "
+    "quantiles:50=N,90=N,... or empirical:FILE"
 )
 _MAX_ZIPF_RANGE = 10_000_000
 
@@ -79,6 +80,9 @@ def _inverse(kind: str, numbers: list[float]) -> Callable[[NDArray[np.float64]],
             weights = np.arange(1, int(high - low) + 2, dtype=np.float64) ** -theta
             cumulative = np.cumsum(weights)
             return lambda draws: low + np.searchsorted(cumulative, draws * cumulative[-1], side="right")
+        case "geometric", [mean] if 1 <= mean <= MAX_TOKENS:
+            fail = 1 - 1 / mean
+            return lambda draws: 1 + np.floor(np.log1p(-draws) / math.log(fail)) if fail else np.ones(draws.shape)
         case "lognormal", [median, sigma, *bounds] if median >= 1 and 0 <= sigma <= 10 and len(bounds) in (0, 2):
             low, high = bounds or (1, MAX_TOKENS)
             if not 1 <= low <= high:
@@ -106,3 +110,12 @@ def _empirical(file: str, column: str) -> Callable[[NDArray[np.float64]], NDArra
 
     ordered = np.sort(getattr(read_trace(file, arrivals="burst"), column)).astype(np.float64)
     return lambda draws: ordered[(draws * len(ordered)).astype(np.int64)]
+
+
+def pairs(file: str, draws: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(prompt, output) token counts of whole requests of another trace, so that what belongs together stays so."""
+    from workloads.reader import read_trace
+
+    trace = read_trace(file, arrivals="burst")
+    rows = (draws * len(trace)).astype(np.int64)
+    return trace.prompt_tokens[rows], trace.output_tokens[rows]

@@ -70,7 +70,7 @@ def _values(column: pa.Array) -> list[object]:
     if pa.types.is_timestamp(column.type):
         column = column.cast(pa.string())  # keeps all nine digits, which datetime would not
     try:
-        return column.to_pylist()
+        return list(column.to_pylist())
     except (ValueError, pa.ArrowException):
         return [None] * len(column)
 

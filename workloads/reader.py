@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from workloads import arrivals as arrival_processes
-from workloads import fields
+from workloads import fields, servegen
+from workloads import sessions as session_loops
 from workloads.assembly import OddColumnError, Options, assemble, fast_cells
 from workloads.careful import careful_cells
 from workloads.delimited import DelimitedTable
@@ -22,10 +23,22 @@ from workloads.parquet import ParquetTable
 from workloads.source import MAX_BYTES, Source, open_source
 from workloads.trace import Trace, TraceError
 
-FORMATS = ("auto", "csv", "jsonl", "parquet", "azure", "vidur", "mooncake", "burstgpt", "vllm", "vllm_steps", "lengths")
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FORMATS = (
+    *("auto", "csv", "jsonl", "parquet"),
+    *("azure", "vidur", "mooncake", "burstgpt", "vllm", "vllm_steps", "servegen", "lengths"),
+)
 """What `trace_format` may be: a container, or a project's form of it; `lengths` has no arrival times."""
 
-_CONTAINERS = {"csv": DelimitedTable, "jsonl": JsonTable, "json": JsonTable, "parquet": ParquetTable}
+_CONTAINERS: dict[str, type[DelimitedTable | JsonTable | ParquetTable]] = {
+    "csv": DelimitedTable,
+    "jsonl": JsonTable,
+    "json": JsonTable,
+    "parquet": ParquetTable,
+}
 
 
 def read_trace(
@@ -37,6 +50,11 @@ def read_trace(
     arrivals: str | None = None,
     seed: int = 0,
     spread_ties: bool = False,
+    sessions: Literal["open", "closed"] = "open",
+    history: Literal["in_prompt", "add"] = "in_prompt",
+    coupling: servegen.Coupling = "shared",
+    window_s: tuple[float, float] | None = None,
+    timeout_s: float | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Trace:
     """Reads a request trace: CSV, JSONL, JSON or Parquet, plain or .gz, with any sensible column names.
@@ -49,21 +67,51 @@ def read_trace(
         for files that hold lengths only. seed: of that process and of spread_ties.
     spread_ties: requests with equal times are spread at random over the time up to the next one, in file order.
 
+    sessions: `closed` makes a turn wait for its session's last answer instead of coming at its recorded time; history:
+        whether recorded prompts hold the conversation so far (see workloads.sessions.closed).
+    coupling: of ServeGen's prompt and answer lengths (see workloads.servegen).
+    window_s: only the requests that arrive in [start, end) seconds, counted from start.
+    timeout_s: every client gives up so long after its request's arrival.
+
     Raises TraceError: one line with file, row, column, what was found, what was expected and how to mend it.
     """
     _check_choice("trace format", trace_format, FORMATS)
     _check_choice("on_bad_row", on_bad_row, ("fail", "skip"))
     _check_choice("on_unsorted", on_unsorted, ("fail", "sort"))
+    _check_choice("sessions", sessions, ("open", "closed"))
     process = arrival_processes.parse(arrivals) if arrivals is not None else None
+    if sessions == "closed" and process is not None:
+        raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")
+    if trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
+        early = window_s if process is None else None
+        trace = servegen.read_servegen(path, seed=seed, coupling=coupling, window_s=early)
+        elapsed_ns, window_s = None, None if early else window_s
+    else:
+        sort = on_unsorted == "sort"
+        trace, elapsed_ns = _read_file(path, trace_format, on_bad_row == "skip", sort, process is not None, max_bytes)
+    if process is not None:
+        trace = arrival_processes.retimed(trace, process, seed)
+    if spread_ties:
+        trace = arrival_processes.spread_ties(trace, seed)
+    if sessions == "closed":
+        trace = session_loops.closed(trace, elapsed_ns, history=history)
+    if window_s is not None:
+        trace = trace.between(*window_s)
+    return trace if timeout_s is None else trace.with_timeout(timeout_s)
+
+
+def _read_file(
+    path: str | os.PathLike[str], trace_format: str, skip: bool, sort: bool, has_process: bool, max_bytes: int
+) -> tuple[Trace, NDArray[np.int64] | None]:
+    """One file as a trace, and how long its answers took where it tells."""
     source = open_source(path, max_bytes)
     table = _table(source, trace_format)
     found = fields.find(table.names)
     kind = _kind(table, found, trace_format)
-    if kind == "lengths" or process is not None:
+    if kind == "lengths" or has_process:
         found.pop("arrival", None)
-    sort = on_unsorted == "sort" or kind.startswith("vllm")
-    options = Options(source.path, kind, skip=on_bad_row == "skip", sort=sort)
-    _require(table, found, process is not None)
+    options = Options(source.path, kind, skip=skip, sort=sort or kind.startswith("vllm"))
+    _require(table, found, has_process)
     columns = _columns(table, found, options)
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
     columns["provenance"] = {
@@ -71,10 +119,8 @@ def read_trace(
         "format": kind,
         "sha256": hashlib.sha256(source.content).hexdigest(),
     }
-    trace = Trace(**columns)
-    if process is not None:
-        trace = arrival_processes.retimed(trace, process, seed)
-    return arrival_processes.spread_ties(trace, seed) if spread_ties else trace
+    elapsed_ns = columns.pop("elapsed_ns")
+    return Trace(**columns), elapsed_ns
 
 
 def _columns(table: Any, found: dict[str, Field], options: Options) -> dict[str, Any]:

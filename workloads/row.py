@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
+class RawRow(NamedTuple):
     """row: 1 for the first request. line: of the file, from 1; 0 where the format has no lines.
 
     cells: column name -> text or value; None when the row could not be taken apart: then `problem` tells what was

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from workloads.trace import TraceError
 
-MAX_BYTES = 2 << 30
-"""Most bytes read from one file, after unpacking: some fifty million requests."""
+MAX_BYTES = 1 << 30
+"""Most bytes read from one file, after unpacking: some thirty million requests."""
 MAX_LINE = 64 << 20
 """Longest line: a prompt of ten million token ids."""
 

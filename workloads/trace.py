@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,6 +187,29 @@ class Trace:
             columns["after_row"] = new_row[columns["after_row"]]
         return replace(self, **columns)
 
+    def between(self, start_s: float, end_s: float) -> Trace:
+        """The requests that arrive in [start_s, end_s), with start_s as the new trace's time 0."""
+        if not 0 <= start_s < end_s:
+            raise TraceError(f"window: found {start_s} to {end_s} s, expected 0 or more and an end after the start")
+        start_ns = round(start_s * NS_PER_S)
+        last = int(np.searchsorted(self.arrival_ns, min(round(min(end_s, 1e9) * NS_PER_S), np.iinfo(np.int64).max)))
+        rows = np.arange(int(np.searchsorted(self.arrival_ns, start_ns)), last)
+        if not len(rows):
+            raise TraceError(f"{self.name}: found no request between {start_s} and {end_s} s, expected a wider window")
+        return self.take(rows).rearranged(np.arange(len(rows)), self.arrival_ns[rows] - start_ns)
+
+    def rearranged(self, order: Column, arrival_ns: Column) -> Trace:
+        """The rows in another order (a permutation or part), at other arrival times; time-outs stay relative.
+
+        after_row is not followed: whoever moves rows of a closed loop sets it.
+        """
+        columns = {name: _cut(getattr(self, name), order) for name in _COLUMNS}
+        if columns["abort_ns"] is not None:
+            patience_ns = columns["abort_ns"] - columns["arrival_ns"]
+            columns["abort_ns"] = np.where(columns["abort_ns"] >= 0, arrival_ns + patience_ns, -1)
+        columns["arrival_ns"] = arrival_ns
+        return replace(self, **columns)
+
     def same_requests(self, other: Trace) -> bool:
         """Whether both hold equal requests: every column, not the name, notes and provenance."""
         return self.hash_tokens == other.hash_tokens and all(
@@ -193,7 +217,7 @@ class Trace:
         )
 
 
-def _cut(column, rows):  # type: ignore[no-untyped-def]
+def _cut(column: Any, rows: Column) -> Any:
     if column is None:
         return None
     if isinstance(column, np.ndarray):
@@ -203,7 +227,7 @@ def _cut(column, rows):  # type: ignore[no-untyped-def]
     return [column[row] for row in rows.tolist()]
 
 
-def _equal(one, other) -> bool:  # type: ignore[no-untyped-def]
+def _equal(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is None and other is None
     if isinstance(one, np.ndarray):

@@ -1,6 +1,7 @@
 """Traces to files: CSV, JSONL or Parquet (told by the name's ending, plain or .gz), whole or not at all.
 
-What is written reads back equal, to the nanosecond. Columns that a trace does not have are left out.
+What is written reads back equal, to the nanosecond (for 48 days, as far as double precision goes).
+Columns that a trace does not have are left out.
 """
 
 from __future__ import annotations

@@ -151,3 +151,9 @@ def test_wrong_options_are_said(tmp_path: Path) -> None:
     assert "expected poisson:RATE" in complaint(path, arrivals="poisson:-1")
     assert "expected poisson:RATE" in complaint(path, arrivals="sometimes")
     assert "expected one of fail, skip" in complaint(path, on_bad_row="ignore")
+
+
+def test_an_endless_session_name_is_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 2, "session": Infinity}\n')
+    assert "column 'session': found inf, expected a name" in complaint(path)

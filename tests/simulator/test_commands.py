@@ -1,0 +1,136 @@
+"""The command line: what it prints, what it refuses, and that a refusal is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = "arrival,prompt,output\n0,100,5\n0.5,200,7\n1.5,50,3\n"
+
+
+def simulator(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "simulator", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+    )
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(GOOD)
+    return path
+
+
+def test_json_is_all_that_json_prints(trace, tmp_path):
+    done = simulator("replay", trace, "--json", "--policy", "vllm_v1", "--async", "--cost-model", "roofline", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads(done.stdout)
+    assert (summary["requests"], summary["finished"], summary["policy"]) == (3, 3, "vllm_v1")
+    assert summary["calibrated"] is False
+
+
+def test_the_config_of_a_run_makes_the_same_run_again(trace, tmp_path):
+    flags = ("--policy", "decode_maximal", "--align", "shrink", "--chunk-size", "128", "--tp", "2", "--gpu", "a100")
+    first = simulator("replay", trace, *flags, "--cost-model", "roofline", "--out", "one", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = simulator("replay", "--config", "one/config.json", "--out", "two", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    one, two = (json.loads((tmp_path / run / "config.json").read_text()) for run in ("one", "two"))
+    assert one == two
+    assert one["knobs"] == {"chunk_size": 128, "align": "shrink"}
+    assert (tmp_path / "one/summary.json").read_text() == (tmp_path / "two/summary.json").read_text()
+
+
+def test_a_toml_config_takes_every_flag_and_a_given_flag_wins(trace, tmp_path):
+    (tmp_path / "run.toml").write_text(
+        f'trace = "{trace}"\npolicy = "chunked"\ncost-model = "roofline"\ntp = 2\nmax_num_seqs = 7\n[knobs]\nchunk_size = 99\n'
+    )
+    done = simulator("replay", "--config", "run.toml", "--tp", "1", "--out", "run", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert (config["tp"], config["max_num_seqs"], config["knobs"]["chunk_size"]) == (1, 7, 99)
+
+
+def test_compare_gives_each_policy_the_knobs_that_it_has(trace, tmp_path):
+    done = simulator(
+        "compare", trace, "--policies", "chunked,vllm_v1", "--chunk-size", "64", "--json", "--cost-model", "roofline",
+        "--out", "runs", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)) == {"chunked", "vllm_v1"}
+    assert json.loads((tmp_path / "runs/chunked/config.json").read_text())["knobs"]["chunk_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policy", "chunkd"], ["chunkd", "chunked"]),
+        (["--algin", "pad"], ["chunked has no knob 'algin'", "chunk_size"]),
+        (["--policy", "decode_maximal", "--align", "sideways"], ["align", "sideways", "shrink, pad, none"]),
+        (["--chunk-size", "0"], ["chunk_size", "found 0", "at least 1"]),
+        (["--model", "llama-9"], ["llama-9"]),
+        (["--gpu", "h1000"], ["h1000"]),
+        (["--cost-model", "no/such/model.json"], ["no/such/model.json"]),
+        (["--tp", "0"], ["--tp", "found 0"]),
+        (["--tp", "3"], ["3"]),
+        (["--rate-scale", "nan"], ["--rate-scale", "nan"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization", "1.5"]),
+        (["--warmup", "soon"], ["soon"]),
+        (["--slo", "ttft=fast"], ["ttft"]),
+        (["--layer-split", "a,b"], ["--layer-split", "a,b"]),
+        (["--config", "no.toml"], ["no.toml"]),
+        (["--num-blocks", "1", "--out", "trace.csv"], ["trace.csv"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(trace, tmp_path, arguments, words):
+    done = simulator("replay", trace, *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.csv"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\x00\x01\x02\xff" * 50, b"arrival,prompt,output\n0,-5,5\n", b"arrival,prompt,output\n0,0,5\n",
+        b"arrival,prompt,output\n0,,5\n", b"arrival,prompt,output\n0,many,5\n", b"arrival,prompt,output\n0,nan,5\n",
+        b"arrival,prompt,output\n0,1e30,5\n", b"arrival,prompt,output\n5,10,5\n1,10,5\n", b"0,10,5\n1,10,5\n",
+        b"arrival,prompt,prompt,output\n0,10,10,5\n", b'{"timestamp": 0, "input_length": 10, "output_le',
+    ],
+    ids=["empty", "binary", "negative", "zero", "missing", "text", "nan", "1e30", "unsorted", "headless", "twice", "cut"],
+)  # fmt: skip
+def test_a_bad_trace_is_one_line_that_names_the_file(tmp_path, content):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    done = simulator("replay", path, "--out", "run", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "bad.csv" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.encode()[:-1]])
+def test_a_byte_order_mark_crlf_and_a_missing_last_newline_are_fine(tmp_path, content):
+    path = tmp_path / "fine.csv"
+    path.write_bytes(content)
+    done = simulator("replay", path, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["finished"] == 3
+
+
+def test_a_directory_is_no_trace(tmp_path):
+    done = simulator("replay", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,106 @@
+"""The command line: thin, JSON only where asked for, one line and exit code 2 for what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from workloads.__main__ import app
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "t.csv"
+    rows = "".join(f"{second},{100 + second},{10 + second}\n" for second in range(11))
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
+    return path
+
+
+def test_describe_counts_what_is_there(trace: Path) -> None:
+    result = runner.invoke(app, ["describe", str(trace), "--json"])
+    numbers = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert (numbers["requests"], numbers["span_s"], numbers["rate"], numbers["gap_cv"]) == (11, 10.0, 1.0, 0.0)
+    assert (numbers["prompt_tokens_p50"], numbers["output_tokens_max"]) == (105.0, 20)
+    assert numbers["pd_ratio"] == 1155 / 165
+    assert numbers["length_correlation"] == pytest.approx(1)
+    assert numbers["shared_prompt_share"] is None
+
+
+def test_describe_tells_how_much_of_the_prompts_is_shared(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 9, "input_length": 1000, "output_length": 1, "hash_ids": [1, 3]}\n'
+    )
+    numbers = json.loads(runner.invoke(app, ["describe", str(path), "--json"]).stdout)
+    assert numbers["shared_prompt_share"] == 512 / 2000
+
+
+def test_describe_draws_a_figure(trace: Path, tmp_path: Path) -> None:
+    figure = tmp_path / "out.png"
+    assert runner.invoke(app, ["describe", str(trace), "--figure", str(figure)]).exit_code == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    result = runner.invoke(app, ["describe", str(trace), "--figure", str(tmp_path / "out.wrong")])
+    assert result.exit_code == 2
+    assert list(tmp_path.glob(".*partial*")) == []
+
+
+def test_options_reach_the_reader(trace: Path) -> None:
+    options = ["--rate-scale", "2", "--window", "2:8", "--limit", "4", "--timeout", "3", "--json"]
+    numbers = json.loads(runner.invoke(app, ["describe", str(trace), *options]).stdout)
+    assert (numbers["requests"], numbers["span_s"], numbers["clients_giving_up"]) == (4, 1.5, 4)
+
+
+def test_convert_and_describe_agree(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "t.parquet"
+    assert runner.invoke(app, ["convert", str(trace), str(out), "--arrivals", "closed:2,1"]).exit_code == 0
+    numbers = json.loads(runner.invoke(app, ["describe", str(out), "--json"]).stdout)
+    assert (numbers["format"], numbers["closed_loop_requests"]) == ("parquet", 9)
+
+
+def test_generate_writes_the_same_file_twice(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        options = ["--duration", "60", "--arrivals", "gamma:2,2", "--prompt", "zipf:0.4,1024,4096", "--pd-ratio", "10"]
+        assert runner.invoke(app, ["generate", str(tmp_path / name), *options]).exit_code == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_generate_makes_presets_and_cases(tmp_path: Path) -> None:
+    out = str(tmp_path / "t.csv")
+    assert runner.invoke(app, ["generate", out, "--preset", "chat", "--duration", "20", "--rate", "3"]).exit_code == 0
+    assert (
+        runner.invoke(app, ["generate", out, "--case", "orca_best", "--clients", "2", "--output", "fixed:9"]).exit_code
+        == 0
+    )
+    numbers = json.loads(runner.invoke(app, ["describe", out, "--json"]).stdout)
+    assert (numbers["requests"], numbers["output_tokens_min"]) == (20, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["describe", "nowhere.csv"], "error: nowhere.csv: cannot be read"),
+        (["describe", "."], "error: .: found a folder"),
+        (["generate", "t.xls", "--requests", "3"], "found the ending '.xls', expected"),
+        (["generate", "t.csv"], "expected either a number of requests or a duration"),
+        (["generate", "t.csv", "--preset", "chat", "--prompt", "fixed:3"], "found --prompt with --preset"),
+        (["generate", "t.csv", "--preset", "poetry"], "expected one of summarization"),
+        (["generate", "t.csv", "--case", "orca_mean"], "expected orca_best or orca_worst"),
+        (["generate", "t.csv", "--requests", "3", "--clients", "3"], "found --clients without the --preset or --case"),
+        (["generate", "/nowhere/t.csv", "--requests", "3"], "cannot be written"),
+    ],
+)
+def test_wrong_use_ends_in_one_line_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,66 @@
+"""A trace in one figure: its rate over time, its gaps, its lengths, and how prompts and answers go together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from policies.request import NS_PER_S
+from workloads.description import describe
+from workloads.trace import Trace, TraceError
+
+_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#999999"
+_MOST_POINTS = 20_000
+
+
+def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
+    """Writes the figure (its ending says the format: .png, .pdf, .svg). Raises TraceError where that is impossible."""
+    from matplotlib.figure import Figure
+
+    path = Path(path)
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    rate, gaps, lengths, pairs = figure.subplots(2, 2).flat
+    numbers = describe(trace)
+    _rate_over_time(rate, trace)
+    _distribution(gaps, np.diff(trace.arrival_ns) / NS_PER_S, "gaps", _BLUE)
+    if numbers["rate"]:
+        times = np.geomspace(1e-3 / numbers["rate"], 20 / numbers["rate"], 200)
+        gaps.plot(times, 1 - np.exp(-numbers["rate"] * times), color=_GREY, ls="--", lw=1, label="Poisson")
+    gaps.set(xlabel="gap between arrivals (s)", ylabel="share of gaps", xscale="log")
+    _distribution(lengths, trace.prompt_tokens, "prompt", _BLUE)
+    _distribution(lengths, trace.output_tokens, "output", _ORANGE)
+    lengths.set(xlabel="tokens", ylabel="share of requests", xscale="log")
+    for axes in (gaps, lengths):
+        axes.set_ylim(0, 1)
+        axes.legend(frameon=False)
+    rows = np.linspace(0, len(trace) - 1, min(len(trace), _MOST_POINTS)).astype(np.int64)
+    pairs.scatter(trace.prompt_tokens[rows], trace.output_tokens[rows], s=3, alpha=0.3, color=_BLUE, rasterized=True)
+    pairs.set(xlabel="prompt tokens", ylabel="output tokens", xscale="log", yscale="log")
+    for axes in (rate, gaps, lengths, pairs):
+        axes.spines[["top", "right"]].set_visible(False)
+    ratio = numbers["pd_ratio"]
+    figure.suptitle(f"{trace.name}: {len(trace):,} requests in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
+    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        figure.savefig(partial, dpi=150)
+        partial.replace(path)
+    except (OSError, ValueError) as error:
+        partial.unlink(missing_ok=True)
+        raise TraceError(f"{path}: the figure cannot be written ({str(error).splitlines()[0]})") from None
+    return path
+
+
+def _rate_over_time(axes, trace: Trace) -> None:  # type: ignore[no-untyped-def]
+    arrival_s = trace.arrival_ns / NS_PER_S
+    span_s = max(float(arrival_s[-1]), 1e-9)
+    counts, edges = np.histogram(arrival_s, bins=min(max(len(trace) // 20, 1), 120), range=(0, span_s))
+    axes.stairs(counts / np.diff(edges), edges, color=_BLUE, fill=True, alpha=0.6)
+    axes.set(xlabel="time (s)", ylabel="requests per second", xlim=(0, span_s), ylim=(0, None))
+
+
+def _distribution(axes, values, label: str, color: str) -> None:  # type: ignore[no-untyped-def]
+    ordered = np.sort(values[values > 0])
+    if len(ordered):
+        axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=color, label=label)
