@@ -1,4 +1,4 @@
-"""From buffered tuples to Arrow columns, vectorised: what a recorder gathered, written in the columns of a run folder.
+"""From buffered events to Arrow columns, vectorised: what a recorder gathered, written in the columns of a run folder.
 
 Plain iterations and leaps (many equal iterations kept as one) are told apart only here. A leap is expanded into the
 very rows that one call per iteration would have given: each kind fills its own rows of the same columns, in the order
@@ -9,111 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from metrics.columns import ITERATIONS, NESTED, schema, to_seconds
-from policies.request import Ns, Request
+from metrics.events import COUNTS, NUMBERS, Leaps, Plain, RequestEvent
+from policies.request import Ns
 
 Ints = NDArray[np.int64]
 
 
-NUMBERS = (
-    "replica", "iteration", "planned_s", "start_s", "end_s", "decodes", "decode_context_total", "decode_context_max",
-    "dummy_tokens", "sampled", "executed_rows", "preempted", "running", "waiting", "free_blocks", "cached_tokens",
-    "host_before_s", "host_after_s", "device_s", "inside",
-)  # fmt: skip
-"""The columns of iterations.parquet that a recorder keeps as flat numbers, in its order; times in nanoseconds."""
-
-
-class Members(NamedTuple):
-    """What a recorder keeps of one iteration beside its numbers."""
-
-    chunks: Sequence[tuple[int, int, int, bool]]
-    cohorts: Sequence[tuple[int, int, int]]
-    stages: Sequence[tuple[Ns, Ns, Ns]]
-    wall_s: float
-    cpu_s: float
-
-
-class Leaps(NamedTuple):
-    """What a recorder keeps of one leap beside its first iteration's numbers (0 where each step has its own).
-
-    after: plain iterations buffered before it. Lists have one entry per step; a single number holds for all.
-    """
-
-    after: int
-    steps: int
-    cohort: int
-    first_step: int
-    starts_ns: Ints
-    ends_ns: Ints
-    planned_ns: Ints | None
-    free_blocks: Ints | int
-    device_ns: Ints | Ns
-    inside: NDArray[np.bool_] | bool
-    stages_ns: Ints | None
-
-
-class RequestEvent(NamedTuple):
-    """One call of `Recorder.request`."""
-
-    request: Request
-    replica: int
-    status: str
-    reason: str
-    output_tokens: int
-    admitted_ns: Ns
-    first_token_ns: Ns
-    finished_ns: Ns
-    preemptions: int
-    cached_tokens: int
-    segments: Sequence[tuple[int, int, int]]
-    segment_replicas: Sequence[int] | None
-
-
 def iteration_tables(
-    numbers: Sequence[int],
-    members: Sequence[tuple[Any, ...]],
-    leap_numbers: Sequence[int],
-    leaps: Sequence[tuple[Any, ...]],
+    plain: Plain, leap_numbers: Sequence[int], leaps: Sequence[tuple[Any, ...]]
 ) -> tuple[pa.Table, pa.Table]:
     """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded.
 
-    numbers, leap_numbers: NUMBERS of every plain iteration and of every leap's first, one after the other; members,
-    leaps: the entries of Members and Leaps for each.
+    leap_numbers: NUMBERS of every leap's first iteration, one after the other; leaps: the entries of Leaps for each.
     """
+    matrix = _matrix(plain.numbers, len(NUMBERS) + len(COUNTS))
+    counts = dict(zip(COUNTS, matrix[len(NUMBERS) :]))
     leapt = Leaps(*zip(*leaps)) if leaps else None
-    plain_rows, leap_rows, total = _interleaved(len(members), leapt)
+    plain_rows, leap_rows, total = _interleaved(matrix.shape[1], leapt)
     columns = _empty_columns(total)
-    chunk_lens = np.zeros(total, dtype=np.int64)
-    cohort_lens = np.zeros(total, dtype=np.int64)
-    stage_lens = np.ones(total, dtype=np.int64)
-    flat_chunks: list[Ints] = [np.empty(0, dtype=np.int64)] * len(NESTED["chunks"])
-    plain: Members | None = None
-    if members:
-        plain = Members(*zip(*members))
-        _fill_plain(columns, numbers, plain, plain_rows)
-        chunk_lens[plain_rows] = _lengths(plain.chunks)
-        cohort_lens[plain_rows] = _lengths(plain.cohorts)
-        stage_lens[plain_rows] = np.maximum(_lengths(plain.stages), 1)
-        flat_chunks = _flat(plain.chunks, len(NESTED["chunks"]))
-        columns["chunk_tokens"] = np.zeros(total, dtype=np.int64)
-        columns["chunk_tokens"][plain_rows] = _sums(flat_chunks[1], chunk_lens[plain_rows])
+    lens = {name: np.zeros(total, dtype=np.int64) for name in COUNTS}
+    lens["stages"][:] = 1
+    for name, values in zip(NUMBERS, matrix):
+        columns[name][plain_rows] = values
+    for name in COUNTS:
+        lens[name][plain_rows] = np.maximum(counts[name], lens[name][plain_rows])
+    for at, wall_s, cpu_s in plain.measured:
+        columns["wall_s"][plain_rows[at]] = wall_s
+        columns["cpu_s"][plain_rows[at]] = cpu_s
+    chunks = _matrix(plain.chunks, len(NESTED["chunks"]))
+    columns["chunk_tokens"][plain_rows] = _sums(chunks[1], counts["chunks"])
+    columns["num_chunks"] = lens["chunks"]
     if leapt is not None:
         _fill_leaps(columns, leap_numbers, leapt, leap_rows)
-        cohort_lens[leap_rows] = 1
+        lens["cohorts"][leap_rows] = 1
         num_stages = _ints([1 if stages is None else stages.shape[1] for stages in leapt.stages_ns])
-        stage_lens[leap_rows] = np.repeat(num_stages, leapt.steps)
-    columns["num_chunks"] = chunk_lens
+        lens["stages"][leap_rows] = np.repeat(num_stages, leapt.steps)
     nested = {
-        "chunks": _list_array("chunks", chunk_lens, flat_chunks),
-        "cohorts": _cohort_lists(columns, cohort_lens, plain, plain_rows, leapt, leap_rows),
+        "chunks": _list_array("chunks", lens["chunks"], chunks),
+        "cohorts": _cohort_lists(columns, lens["cohorts"], plain.cohorts, plain_rows, leapt, leap_rows),
     }
-    stages = _stage_table(columns, stage_lens, plain, plain_rows, leapt, leap_rows)
+    given = plain_rows[counts["stages"] > 0]
+    stages = _stage_table(columns, lens["stages"], plain.stages, given, leapt, leap_rows)
     return _iteration_table(columns, nested), stages
 
 
@@ -198,20 +141,26 @@ def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _fill_plain(columns: dict[str, NDArray[Any]], numbers: Sequence[int], plain: Members, rows: Ints) -> None:
-    matrix = _ints(numbers).reshape(-1, len(NUMBERS))
-    for name, values in zip(NUMBERS, matrix.T):
-        columns[name][rows] = values
-    columns["wall_s"][rows] = plain.wall_s
-    columns["cpu_s"][rows] = plain.cpu_s
-
-
 def _fill_leaps(columns: dict[str, NDArray[Any]], numbers: Sequence[int], leaps: Leaps, rows: Ints) -> None:
     steps = _ints(leaps.steps)
     elapsed = _counts_up(steps)
-    first = dict(zip(NUMBERS, np.repeat(_ints(numbers).reshape(-1, len(NUMBERS)), steps, axis=0).T))
-    starts = np.concatenate(leaps.starts_ns)
-    planned = starts - first["host_before_s"]
+    first = dict(zip(NUMBERS, np.repeat(_matrix(numbers, len(NUMBERS)), steps, axis=1)))
+    ends = _joined(leaps.ends_ns)
+    before, after = first["host_before_s"], first["host_after_s"]
+    follows = np.concatenate([first["planned_s"][:1], ends[:-1]])
+    follows[elapsed == 0] = first["planned_s"][elapsed == 0]
+    device = ends - follows - before - after
+    starts = follows + before
+    planned = follows
+    given = np.repeat([each is not None for each in leaps.starts_ns], steps)
+    if given.any():
+        some = given.nonzero()[0]
+        starts[some] = np.concatenate([each for each in leaps.starts_ns if each is not None])
+        device[some] = _per_step(
+            [each for each in leaps.device_ns if each is not None],
+            _ints([k for k, each in zip(leaps.steps, leaps.device_ns) if each is not None]),
+        )
+        planned[some] = starts[some] - before[some]
     given = np.repeat([each is not None for each in leaps.planned_ns], steps)
     if given.any():
         planned[given] = np.concatenate([each for each in leaps.planned_ns if each is not None])
@@ -219,11 +168,11 @@ def _fill_leaps(columns: dict[str, NDArray[Any]], numbers: Sequence[int], leaps:
         iteration=first["iteration"] + elapsed,
         planned_s=planned,
         start_s=starts,
-        end_s=np.concatenate(leaps.ends_ns),
+        end_s=ends,
         decode_context_total=first["decode_context_total"] + elapsed * first["decodes"],
         decode_context_max=first["decode_context_max"] + elapsed,
         free_blocks=_per_step(leaps.free_blocks, steps),
-        device_s=_per_step(leaps.device_ns, steps),
+        device_s=device,
         inside=_per_step(leaps.inside, steps),
     )
     for name, values in first.items():
@@ -236,24 +185,28 @@ def _per_step(values: Sequence[Any], steps: Ints) -> Ints:
     if all(single):
         return np.repeat(_ints(values), steps)
     if not any(single):
-        return np.concatenate(values).astype(np.int64, copy=False)
+        return _joined(values)
     return np.concatenate([np.full(k, value) if one else value for value, one, k in zip(values, single, steps)])
+
+
+def _joined(sequences: Sequence[Any]) -> Ints:
+    """Lists or arrays of integers, one after the other. Short lists are many: they are not made arrays one by one."""
+    if all(isinstance(each, list) for each in sequences):
+        return np.fromiter(chain.from_iterable(sequences), dtype=np.int64, count=sum(map(len, sequences)))
+    return np.concatenate(sequences).astype(np.int64, copy=False)
 
 
 def _cohort_lists(
     columns: dict[str, NDArray[Any]],
     lens: Ints,
-    plain: Members | None,
+    plain: Sequence[int],
     plain_rows: Ints,
     leaps: Leaps | None,
     leap_rows: Ints,
 ) -> pa.Array:
-    flat = [np.zeros(int(lens.sum()), dtype=np.int64) for _ in NESTED["cohorts"]]
+    flat = np.zeros((len(NESTED["cohorts"]), int(lens.sum())), dtype=np.int64)
     starts = np.cumsum(lens) - lens
-    if plain is not None:
-        at = _flat_positions(starts, lens, plain_rows)
-        for column, values in zip(flat, _flat(plain.cohorts, 3)):
-            column[at] = values
+    flat[:, _flat_positions(starts, lens, plain_rows)] = _matrix(plain, len(NESTED["cohorts"]))
     if leaps is not None:
         at, steps = starts[leap_rows], _ints(leaps.steps)
         flat[0][at] = np.repeat(_ints(leaps.cohort), steps)
@@ -265,21 +218,21 @@ def _cohort_lists(
 def _stage_table(
     columns: dict[str, NDArray[Any]],
     lens: Ints,
-    plain: Members | None,
+    plain: Sequence[Ns],
     plain_rows: Ints,
     leaps: Leaps | None,
     leap_rows: Ints,
 ) -> pa.Table:
-    """One row per iteration and stage; an iteration recorded without stages has one, busy for its device time."""
+    """One row per iteration and stage; an iteration recorded without stages has one, busy for its device time.
+
+    plain: stages of the iterations in plain_rows, which are those that were recorded with stages.
+    """
     starts = np.cumsum(lens) - lens
     flat = np.zeros((int(lens.sum()), 3), dtype=np.int64)
     flat[starts, 0] = columns["start_s"]
     flat[starts, 1] = columns["start_s"] + columns["device_s"]
-    if plain is not None:
-        given = _lengths(plain.stages)
-        if given.any():
-            at = _flat_positions(starts, lens, plain_rows[given > 0])
-            flat[at] = np.stack(_flat(plain.stages, 3), axis=1)
+    if plain:
+        flat[_flat_positions(starts, lens, plain_rows)] = _matrix(plain, 3).T
     if leaps is not None:
         done = 0
         for steps, stages in zip(leaps.steps, leaps.stages_ns):
@@ -362,3 +315,8 @@ def _lengths(sequences: Sequence[Any]) -> Ints:
 
 def _ints(values: Sequence[Any]) -> Ints:
     return np.array(values, dtype=np.int64)
+
+
+def _matrix(values: Sequence[int], width: int) -> Ints:
+    """Rows of `width` numbers, one after the other, as [width, rows]."""
+    return np.fromiter(values, dtype=np.int64, count=len(values)).reshape(-1, width).T

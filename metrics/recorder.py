@@ -1,9 +1,8 @@
 """The recorder: what a simulator or an executor calls while it runs; one cheap call per event, tables at the end.
 
-An event is its numbers appended to one flat list (numbers alone give the garbage collector nothing to look at) and
-its members to another; nothing is computed while the run is going on. Every `part_rows` iterations the buffer is
-turned into Arrow columns, in memory or, with `stream_to`, straight into parquet files, so that memory stays flat per
-request however long the run is. Both ways give the same tables.
+An event is its numbers appended to flat lists (metrics/events.py); nothing is computed while the run is going on.
+Every `part_rows` iterations the buffer is turned into Arrow columns, in memory or, with `stream_to`, straight into
+parquet files, so that memory stays flat per request however long the run is. Both ways give the same tables.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import STATUSES, MetricsError
+from metrics.events import Plain
 from policies.batch import BatchShape
 from policies.request import Ns, Request
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from metrics.columnar import RequestEvent
+    from metrics.events import RequestEvent
     from metrics.tables import RunTables
 
 _NAN = math.nan
@@ -42,9 +42,10 @@ class Recorder:
         if part_rows < 1:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self._part_rows = part_rows
-        self._numbers: list[int] = []
-        self._members: list[tuple[Any, ...]] = []
-        self._extend_numbers, self._append_members = self._numbers.extend, self._members.append
+        self._plain = Plain([], [], [], [], [])
+        self._extend_numbers, self._extend_chunks = self._plain.numbers.extend, self._plain.chunks.extend
+        self._extend_cohorts, self._extend_stages = self._plain.cohorts.extend, self._plain.stages.extend
+        self._rows = 0
         self._leap_numbers: list[int] = []
         self._leaps: list[tuple[Any, ...]] = []
         self._leapt = 0
@@ -84,15 +85,34 @@ class Recorder:
             device_ns.
         """
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
-        self._extend_numbers(
+        if wall_s == wall_s or cpu_s == cpu_s:
+            self._plain.measured.append((self._rows, wall_s, cpu_s))
+        self.row(
             (
                 replica, number, planned_ns, start_ns, end_ns, decodes, context_total, context_max, dummy_tokens,
                 sampled, executed_rows, preempted, running, waiting, free_blocks, cached_tokens, host_before_ns,
-                host_after_ns, device_ns, inside,
-            )
+                host_after_ns, device_ns, inside, len(chunks), len(cohorts), len(stages),
+            ),
+            [field for chunk in chunks for field in chunk],
+            [field for cohort in cohorts for field in cohort],
+            [time for stage in stages for time in stage],
         )  # fmt: skip
-        self._append_members((chunks, cohorts, stages, wall_s, cpu_s))
-        if len(self._members) >= self._part_rows:
+
+    def row(
+        self, numbers: Sequence[int], chunks: Sequence[int], cohorts: Sequence[int], stages: Sequence[Ns] = ()
+    ) -> None:
+        """`iteration` as plain numbers, for whoever records a million of them: nothing is checked or named.
+
+        numbers: `metrics.events.NUMBERS`, then how many chunks, cohorts and stages there are. chunks, cohorts, stages:
+        the fields of each of them, one after the other.
+        """
+        self._extend_numbers(numbers)
+        self._extend_chunks(chunks)
+        self._extend_cohorts(cohorts)
+        if stages:
+            self._extend_stages(stages)
+        self._rows += 1
+        if self._rows >= self._part_rows:
             self._flush_iterations()
 
     def leap(
@@ -134,7 +154,7 @@ class Recorder:
         )  # fmt: skip
         self._leaps.append(
             (
-                len(self._members), steps, cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
+                self._rows, steps, cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
                 device_ns_each, inside, stages_ns,
             )
         )  # fmt: skip
@@ -202,14 +222,13 @@ class Recorder:
     def _flush_iterations(self) -> None:
         from metrics.columnar import iteration_tables
 
-        if not self._members and not self._leaps:
+        if not self._rows and not self._leaps:
             return
-        iterations, stages = iteration_tables(self._numbers, self._members, self._leap_numbers, self._leaps)
-        self._numbers.clear()
-        self._members.clear()
+        iterations, stages = iteration_tables(self._plain, self._leap_numbers, self._leaps)
+        self._plain.clear()
         self._leap_numbers.clear()
         self._leaps.clear()
-        self._leapt = 0
+        self._rows = self._leapt = 0
         self._sink.write("iterations", iterations)
         self._sink.write("stages", stages)
 

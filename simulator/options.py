@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -78,7 +79,7 @@ OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it
 SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
 Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE)]
 Warmup = Annotated[
-    str | None, _option("--warmup", "Requests (100) or seconds (30s) left out of the statistics.", OUTPUT)
+    str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
 ]
 Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
@@ -87,9 +88,71 @@ ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
+Seeds = Annotated[
+    int,
+    _option("--seeds", "Draws of the workload: of --arrivals if given, else of blocks of the trace.", POLICY),
+]
+Preset = Annotated[
+    str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
+]
 NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one (the reference path).", ENGINE)]
 
+OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]
+Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.", TRACE)]
+Window = Annotated[str | None, _option("--window", "Only arrivals from START:END seconds.", TRACE)]
+
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
+
+SHARED: dict[str, tuple[Any, Any]] = {
+    "chunk_size": (ChunkSize, None),
+    "token_budget": (TokenBudget, None),
+    "max_num_seqs": (MaxNumSeqs, None),
+    "asynchronous": (Async, None),
+    "model": (Model, "llama-3.1-8b"),
+    "gpu": (Gpu, "h100"),
+    "cost_model": (CostModel, "auto"),
+    "dtype": (DType, "auto"),
+    "kv_dtype": (KVDType, "auto"),
+    "tp": (TP, 1),
+    "max_model_len": (MaxModelLen, None),
+    "plain": (NoLeaps, False),
+    "block_size": (BlockSize, 16),
+    "num_blocks": (NumBlocks, None),
+    "gpu_memory_utilization": (Utilization, None),
+    "watermark": (Watermark, None),
+    "pp": (PP, 1),
+    "layer_split": (LayerSplit, None),
+    "pp_overlap": (PPOverlap, True),
+    "chase_chunks": (ChaseChunks, False),
+    "rate_scale": (RateScale, 1.0),
+    "limit": (Limit, None),
+    "window": (Window, None),
+    "timeout": (Timeout, None),
+    "trace_format": (TraceFormat, "auto"),
+    "arrivals": (ArrivalProcess, None),
+    "sessions": (Sessions, "open"),
+    "on_bad_row": (OnBadRow, "fail"),
+    "on_unsorted": (OnUnsorted, "fail"),
+    "spread_ties": (SpreadTies, False),
+    "seed": (Seed, 0),
+    "warmup": (Warmup, None),
+    "slo": (Slo, None),
+}
+"""Flags of every command that replays a trace: name -> (annotation, default). A new one is added here alone."""
+
+
+def replay_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, written as f(ctx, its own flags, **shared), the flags of SHARED in its signature."""
+    own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
+    hints = get_type_hints(command, include_extras=True)
+    shared = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in SHARED.items()
+    ]
+    own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
+    command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
+    return command
 
 
 @dataclass(frozen=True)
@@ -100,8 +163,11 @@ class TraceOptions:
     trace_format: str = "auto"
     arrivals: str | None = None
     on_bad_row: str = "fail"
+    on_unsorted: str = "fail"
+    sessions: str = "open"
     spread_ties: bool = False
     timeout: float | None = None
+    window: str | None = None
 
 
 def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, TraceOptions]:
@@ -182,15 +248,28 @@ def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> A
     chosen = path or (Path(options.trace) if options.trace else None)
     if chosen is None:
         raise SimulationError("found no trace: name a trace file, or a config that names one")
-    trace = read_trace(
+    return read_trace(
         chosen,
         trace_format=options.trace_format,
         on_bad_row=options.on_bad_row,  # type: ignore[arg-type]
+        on_unsorted=options.on_unsorted,  # type: ignore[arg-type]
         arrivals=options.arrivals,
+        sessions=options.sessions,  # type: ignore[arg-type]
         seed=seed,
         spread_ties=options.spread_ties,
+        timeout_s=options.timeout,
+        window_s=_window(options.window),
     )
-    return trace if options.timeout is None else trace.with_timeout(options.timeout)
+
+
+def _window(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        start, end = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise SimulationError(f"--window: found {text!r}, expected START:END in seconds") from None
+    return start, end
 
 
 def _split(text: str) -> tuple[int, ...]:

@@ -29,8 +29,9 @@ _NAN = float("nan")
 
 
 # A batch between plan and completion, a plain tuple because one is made per iteration: batch, start_ns, end_ns,
-# host_before_ns, host_after_ns, device_ns, stages, running, waiting, free_blocks (as `Recorder.iteration` takes them).
-Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...], int, int, int]
+# host_before_ns, host_after_ns, device_ns, stages, running, waiting, free_blocks (as `Recorder.iteration` takes them),
+# and the moment it completes.
+Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...], int, int, int, Moment]
 
 
 class Leap(NamedTuple):
@@ -85,25 +86,45 @@ class Replica:
 
     # Requests come and go
 
-    def submit(self, request: Request, ends_after: int | None, *, computed: int = 0, produced: int = 0) -> Track:
-        """Queue a request now. computed, produced: as `Scheduler.add` takes them (KV handed over)."""
-        now = self.env.now
+    def submit(
+        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False
+    ) -> Track:
+        """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
         self.settle()
-        track = self.scheduler.add(request, now, ends_after=ends_after, computed=computed, produced=produced)
+        track = self.scheduler.add(
+            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over
+        )
         if track.status == "rejected":
             self._end(track)
         else:
-            self._wake_soon()
+            self.wake()
         return track
 
     def withdraw(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
-        """Take requests out now; their blocks are free for the next plan."""
-        self.settle()
-        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
+        """End requests now; their blocks are free for the next plan."""
+        gone = self.take_out(ids, reason, status=status)
         for track in gone:
             self._end(track)
+        return gone
+
+    def take_out(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
+        """Withdraw requests without reporting their end: they go on elsewhere."""
+        self.settle()
+        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
         if gone:
-            self._wake_soon()
+            self.wake()
+        return gone
+
+    def abandon(self, reason: str) -> list[Track]:
+        """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
+        self.settle()
+        for flight in self._flights:
+            flight[-1].void = True
+        self._flights.clear()
+        self._free_ns = [0] * self.cost.stages
+        self._last_end_ns = self._host_free_ns = 0
+        gone = self.scheduler.abandon(reason, self.env.now)
+        self._record_retired()
         return gone
 
     def settle(self) -> None:
@@ -116,12 +137,50 @@ class Replica:
         last = len(leap.ends_ns) - 1
         if done < last:
             leap.completion.void = True
-            Moment(self.env, int(leap.ends_ns[done]) - self.env.now, self._complete, COMPLETION)
+            completion = Moment(self.env, int(leap.ends_ns[done]) - self.env.now, self._complete, COMPLETION)
+            leap = leap._replace(completion=completion)
         self._cross(leap, done)
+
+    # What a router sees (simulator.routers.ReplicaView)
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.queues.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.tracks) - self.scheduler.queues.num_running
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.scheduler.queues.prefill_tokens
+
+    @property
+    def decode_tokens_promised(self) -> int:
+        promised = self.scheduler.queues.decode_tokens_promised
+        leap = self._leap
+        if leap is not None:
+            # A leap answers for this moment without being stopped.
+            promised -= leap.batch.shape.decodes * int(np.searchsorted(leap.ends_ns, self.env.now, side="left"))
+        return promised
+
+    @property
+    def total_blocks(self) -> int:
+        return self.scheduler.ledger.total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        self.settle()
+        return self.scheduler.ledger.free_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.scheduler.ledger.block_size
 
     # Planning
 
-    def _wake_soon(self) -> None:
+    def wake(self) -> None:
+        """Look for something to plan at this moment, once everything else that happens in it has happened."""
         if self._wake is None and len(self._flights) < self.scheduler.depth and self._leap is None:
             self._wake = Moment(self.env, 0, self._on_wake, WAKE)
 
@@ -183,10 +242,9 @@ class Replica:
         self._flights.append(
             (
                 batch, start, completes, before, after, device, stages, queues.num_running, len(queues.waiting),
-                scheduler.ledger.free_blocks,
+                scheduler.ledger.free_blocks, Moment(env, completes - now, self._complete, COMPLETION),
             )
         )  # fmt: skip
-        Moment(env, completes - now, self._complete, COMPLETION)
 
     def _through_stages(self, batch: Batch, ready_ns: Ns) -> tuple[Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...]]:
         """Stage times of a batch: a stage starts when it is free and its input has arrived."""
@@ -249,7 +307,7 @@ class Replica:
         self._flights.append(
             (
                 batch, int(leap.starts_ns[done]), end, leap.host_before_ns, leap.host_after_ns,
-                int(leap.device_ns[done]), (), running, waiting, free_blocks,
+                int(leap.device_ns[done]), (), running, waiting, free_blocks, leap.completion,
             )
         )  # fmt: skip
 
@@ -276,7 +334,7 @@ class Replica:
         if leap is not None:
             self._leap = None
             self._cross(leap, len(leap.ends_ns) - 1)
-        batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
+        batch, start, end, before, after, device, stages, running, waiting, free_blocks, _ = self._flights.popleft()
         scheduler = self.scheduler
         outcome = scheduler.complete(batch, end)
         self.busy_ns += device
@@ -290,9 +348,12 @@ class Replica:
         )  # fmt: skip
         for track in outcome.finished:
             self._end(track)
-        for cohort in scheduler.take_retired():
-            self.recorder.cohort_times(self.number, cohort.number, cohort.times)
+        self._record_retired()
         self._plan()
+
+    def _record_retired(self) -> None:
+        for cohort in self.scheduler.take_retired():
+            self.recorder.cohort_times(self.number, cohort.number, cohort.times)
 
     def _end(self, track: Track) -> None:
         if self.on_end is not None:

@@ -70,7 +70,7 @@ def test_streamed_tables_equal_those_in_memory(tmp_path) -> None:
     in_memory, streamed = Recorder(), Recorder(stream_to=tmp_path, part_rows=1)
     for recorder in (in_memory, streamed):
         record_small_run(recorder)
-        recorder.leap(0, 2, BatchShape((), 3, 30, 12, sampled=3), np.array([5, 6]), np.array([6, 7]), 4, 1, 3, 0, 7, 0, 0, 1, True)  # fmt: skip  # noqa: E501
+        recorder.leap(0, 2, BatchShape((), 3, 30, 12, sampled=3), np.array([5, 6]), np.array([6, 7]), 4, 1, 3, 0, 7, 0, 0, 1, True)  # fmt: skip
     expected, found = in_memory.tables(), streamed.tables()
     assert_same_tables(found, expected, TABLES)
 

@@ -1,0 +1,85 @@
+"""What a recorder buffers while a run is going on: flat numbers, laid out so that columns come out of them at once.
+
+Numbers alone give the garbage collector nothing to look at, and one long list is turned into an array many times
+faster than many short tuples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from policies.request import Ns, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+NUMBERS = (
+    "replica", "iteration", "planned_s", "start_s", "end_s", "decodes", "decode_context_total", "decode_context_max",
+    "dummy_tokens", "sampled", "executed_rows", "preempted", "running", "waiting", "free_blocks", "cached_tokens",
+    "host_before_s", "host_after_s", "device_s", "inside",
+)  # fmt: skip
+"""The columns of iterations.parquet that a recorder keeps as flat numbers, in its order; times in nanoseconds."""
+
+COUNTS = ("chunks", "cohorts", "stages")
+"""What follows NUMBERS in the row of a plain iteration: how many entries it has in each list of `Plain`."""
+
+
+class Plain(NamedTuple):
+    """Plain iterations as a recorder buffers them: flat numbers only.
+
+    numbers: NUMBERS and COUNTS of every iteration, one after the other. chunks: request, tokens, prefix, samples of
+    every chunk; cohorts: cohort, step, size of every cohort; stages: start, end, send of every stage given.
+    measured: (position in the buffer, wall_s, cpu_s) of iterations that were timed.
+    """
+
+    numbers: list[int]
+    chunks: list[int]
+    cohorts: list[int]
+    stages: list[Ns]
+    measured: list[tuple[int, float, float]]
+
+    def clear(self) -> None:
+        for held in self:
+            held.clear()
+
+
+class Leaps(NamedTuple):
+    """What a recorder keeps of one leap beside its first iteration's numbers (0 where each step has its own).
+
+    after: plain iterations buffered before it. Sequences have one entry per step; a single number holds for all.
+    starts_ns, device_ns: None where steps follow each other without a gap on one stage: each is planned when the one
+        before it ends (the first at the `planned_s` of the numbers), and its device is busy between the host's times.
+    """
+
+    after: int
+    steps: int
+    cohort: int
+    first_step: int
+    starts_ns: Ints | None
+    ends_ns: Ints | Sequence[Ns]
+    planned_ns: Ints | None
+    free_blocks: Ints | Sequence[int] | int
+    device_ns: Ints | Ns | None
+    inside: NDArray[np.bool_] | bool
+    stages_ns: Ints | None
+
+
+class RequestEvent(NamedTuple):
+    """One call of `Recorder.request`."""
+
+    request: Request
+    replica: int
+    status: str
+    reason: str
+    output_tokens: int
+    admitted_ns: Ns
+    first_token_ns: Ns
+    finished_ns: Ns
+    preemptions: int
+    cached_tokens: int
+    segments: Sequence[tuple[int, int, int]]
+    segment_replicas: Sequence[int] | None

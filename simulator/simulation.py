@@ -1,0 +1,119 @@
+"""Replay a trace in virtual time: trace and config in, a run (tables, summary, config) out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpy import Environment
+
+from metrics import Recorder
+from profiler.cost_model import CostModel
+from simulator.arrivals import Arrivals
+from simulator.cluster import Cluster
+from simulator.config import ReplayConfig
+from simulator.engine import Engine, make_engine
+from simulator.errors import SimulationError
+from simulator.pools import ClusterPlan, make_cluster_plan
+from workloads import Trace
+
+if TYPE_CHECKING:
+    from metrics import RunTables
+
+Progress = Callable[[int, int], None]
+
+__all__ = ["Engine", "Run", "make_cluster_plan", "make_engine", "replay", "simulate"]
+
+
+@dataclass
+class Run:
+    """A finished run: its tables, the config that makes it again, and its summary."""
+
+    tables: RunTables
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, path: str | Path) -> Path:
+        """Write the run folder, whole or not at all."""
+        from metrics import write_run
+
+        return write_run(path, self.tables, self.config, self.summary)
+
+
+def replay(
+    trace: Trace,
+    config: ReplayConfig | None = None,
+    *,
+    cost: CostModel | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Run:
+    """Replay `trace` under one policy.
+
+    options: fields of `ReplayConfig`; a name that is none of them has to be a knob of the policy. cost: a cost model
+    object to use instead of the config's. progress(ended, total) is called now and then.
+
+    Raises SimulationError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
+    """
+    config = _with_options(config or ReplayConfig(), options)
+    if config.limit is not None:
+        trace = trace.head(config.limit)
+    if config.rate_scale != 1.0:
+        trace = trace.scaled(config.rate_scale)
+    if not len(trace):
+        raise SimulationError(f"{trace.name}: found no requests, expected at least one")
+    plan = make_cluster_plan(config, trace, cost)
+    recorder = Recorder()
+    cluster = simulate(trace, plan, recorder, progress)
+    return _finish(trace, plan, cluster, recorder)
+
+
+def simulate(
+    trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None
+) -> Cluster:
+    """Run a cluster over a trace until every request has ended; records go to `recorder`.
+
+    plan: pools of replicas, or the engine that all replicas of its config share.
+    """
+    env = Environment()
+    total = len(trace)
+    every = max(1, total // 200)
+
+    def on_end(row: int) -> None:
+        arrivals.ended(row)
+        if progress is not None and cluster.ended % every == 0:
+            progress(cluster.ended, total)
+
+    cluster = Cluster(
+        env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
+    )
+    arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
+    env.run()
+    cluster.close()
+    if cluster.ended != total:
+        raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")
+    return cluster
+
+
+def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig:
+    known = ReplayConfig.__dataclass_fields__
+    fields = {name: value for name, value in options.items() if name in known}
+    knobs = {name: value for name, value in options.items() if name not in known}
+    if knobs:
+        fields["knobs"] = {**config.knobs, **fields.get("knobs", {}), **knobs}
+    return replace(config, **fields)
+
+
+def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorder) -> Run:
+    from metrics import summarise
+    from simulator.provenance import run_config
+
+    tables = recorder.tables()
+    tables.config = run_config(trace, plan, cluster.facts())
+    config = plan.config
+    summary = summarise(tables, warmup=config.warmup or 0, slo=config.slo)
+    return Run(tables, tables.config, summary, list(trace.notes))
+
