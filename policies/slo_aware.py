@@ -3,6 +3,8 @@
 A request's slack is the time left to its deadline once the work before its next token is counted. Serving by slack
 keeps the most deadlines while all can be kept; when they cannot, it would waste its effort on requests that are late
 anyway, so those are relegated: served with what the others leave.
+
+Without a cost model (`host.estimator` None) only `chunk_size` bounds an iteration, and slack counts waiting alone.
 """
 
 from __future__ import annotations
@@ -29,10 +31,7 @@ from policies.track import Track
 @dataclass(frozen=True)
 class SloAware(Policy):
     """Decodes always run. Prompts fill what the tightest TBT target among the running requests leaves of the iteration:
-    first those that can still make their deadline, by priority and then by slack, last what is already late.
-
-    Without a cost model (`host.estimator` None) only `chunk_size` bounds an iteration, and slack counts waiting alone.
-    """
+    first those that can still make their deadline, by priority and then by slack, last what is already late."""
 
     chunk_size: int = knob(2048, "most tokens of one batch, where time sets no tighter limit", least=1)
     classes: str = knob(
