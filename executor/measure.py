@@ -81,7 +81,12 @@ class Bench(LiveEngine):
 
     def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
         self._script: dict[int, int] = {}
-        longest = longest + WARM_STEPS + 4
+        if longest > loaded.max_tokens:
+            raise ExecutorError(
+                f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: plan with "
+                f"--max-model-len {loaded.max_tokens}"
+            )
+        longest = min(longest + WARM_STEPS + 4, loaded.max_tokens)
         # A block more for every request: contexts do not fill their last one.
         blocks = most_tokens // block_size + 4096
         room = -(-longest // block_size)
@@ -104,18 +109,20 @@ class Bench(LiveEngine):
 
     def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
-        decodes = [self._enter(max(1, context - WARM_STEPS), 1, 1 << 12) for context in point.contexts]
+        most = self.scheduler.max_model_len - WARM_STEPS - 3
+        decodes = [self._enter(max(1, min(context, most) - WARM_STEPS), 1, 1 << 12) for context in point.contexts]
         try:
             if decodes:
                 self._step(dict.fromkeys(decodes, 1))
                 for _ in range(WARM_STEPS):
                     self._step({})
             sampling = point.shape.sampled - point.shape.decodes
-            chunks = {
-                self._enter(prefix + tokens + (0 if number < sampling else 1), tokens if number < sampling else tokens + 1, 8):
-                tokens
-                for number, (tokens, prefix) in enumerate(point.shape.chunks)
-            }  # fmt: skip
+            chunks = {}
+            for number, (tokens, prefix) in enumerate(point.shape.chunks):
+                # A chunk that samples ends its prompt; any other leaves one token of it.
+                rest = 0 if number < sampling else 1
+                prefix = min(prefix, most - tokens)
+                chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
             if before_step is not None:
                 before_step()
             return self._step(chunks)
@@ -140,8 +147,7 @@ class Bench(LiveEngine):
     def _step(self, wanted: Mapping[int, int]) -> Timing:
         self._script.clear()
         self._script.update(wanted)
-        self._admit()
-        batch = self.scheduler.plan(self.now_ns())
+        batch = self.scheduler.plan(self._admit())
         if batch is None:
             raise ExecutorError("a planned batch cannot be set up: nothing was granted")
         self._launch(batch, None)
