@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from metrics.columns import STATUSES, MetricsError, to_ns
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
-from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.steady_state import steady_state
+from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.utilisation import Work, share_of_peak, work_per_iteration
