@@ -216,9 +216,7 @@ class Cluster:
 
     def somebody_comes(self, *, decode: bool) -> bool:
         """Whether a replica that takes new requests (or decodes them) will be up later."""
-        return any(
-            count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools)
-        )
+        return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
 
     def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
         """Add a replica to a pool; it takes requests from now on."""
