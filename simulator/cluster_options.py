@@ -37,6 +37,12 @@ OnFailure = Annotated[str, _option("--on-failure", "requeue the requests of a de
 Autoscale = Annotated[
     str | None, _option("--autoscale", "Grow and shrink a pool, as most=8,by=queue,startup_s=60 (docs/clusters.md).")
 ]
+Afd = Annotated[
+    str | None, _option("--afd", "Attention and FFN on devices of their own, as attention=4,ffn=4 (docs/clusters.md).")
+]
+PPLink = Annotated[
+    str, typer.Option("--pp-link", help="Stages share a node (link) or not (network).", rich_help_panel="Pipeline")
+]
 
 FLAGS: dict[str, tuple[Any, Any]] = {
     "replicas": (Replicas, 1),
@@ -51,6 +57,8 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "fail": (Fail, None),
     "on_failure": (OnFailure, "requeue"),
     "autoscale": (Autoscale, None),
+    "afd": (Afd, None),
+    "pp_link": (PPLink, "link"),
 }
 """name -> (annotation, default), as `simulator.options.SHARED` has them."""
 
@@ -69,8 +77,9 @@ def as_config(flags: dict[str, Any]) -> dict[str, Any]:
         values["kv_latency_s"] = values.pop("kv_latency")
     if "fail" in values:
         values["failures"] = tuple(values.pop("fail"))
-    if "autoscale" in values:
-        values["autoscale"] = _pairs("--autoscale", values["autoscale"].split(","))
+    for table in ("autoscale", "afd"):
+        if table in values:
+            values[table] = _pairs(f"--{table}", values[table].split(","))
     return values
 
 
