@@ -69,7 +69,7 @@ def test_two_alternating_times_give_the_closed_form(stages, rounds, long, short)
     shares, by_cause = idle_shares(result)
     assert shares == pytest.approx([1 - batches / 2 * (long + short) / lasts] * stages)
     assert by_cause["pb1"] + by_cause["fill_drain"] == pytest.approx(shares[0])
-    assert by_cause["pb1"] > 0
+    assert (by_cause["pb1"] > 0) == (rounds > 1)
 
 
 def test_a_send_delays_the_next_stage_and_may_overlap_the_next_batch():
