@@ -42,13 +42,22 @@ def replay_command(
     policy: o.Policy = "chunked",
     out: o.Out = None,
     figures: o.Figures = False,
+    timeline: o.Timeline = None,
+    follow: o.Follow = None,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
     settings, reading = o.collect(ctx, config)
+    if (timeline or figures) and out is None:
+        raise SimulationError("--timeline and --figures: say where with --out")
+    window = _timeline_window(timeline, follow)
     runs = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    if window is not None and out is not None:
+        from metrics.timeline import write_timeline
+
+        write_timeline(out / "timeline.json", next(iter(runs.values())).tables, window=window, request=follow)
     _report(runs, out, figures, as_json)
 
 
@@ -126,16 +135,44 @@ def policies_command(as_json: o.Json = False) -> None:
         knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
         rule = " ".join((cls.__doc__ or "").split())
         rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+    _list_pages("policy", "--", rows, as_json)
+
+
+@app.command("routers")
+def routers_command(as_json: o.Json = False) -> None:
+    """List every router with its knobs, defaults, paper and rule."""
+    from simulator.routers import router_class, router_knobs, router_names
+
+    rows = []
+    for name in router_names():
+        cls = router_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+    _list_pages("router", "--router-knob ", rows, as_json)
+
+
+def _list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Policies or routers: name, paper, rule, knobs."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     console = _console()
     for row in rows:
-        console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            flag = knob.replace("_", "-")
-            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = prefix + knob.replace("_", "-")
+            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+
+
+def _timeline_window(text: str | None, follow: int | None) -> Any:
+    if text is None:
+        if follow is not None:
+            raise SimulationError("--follow goes with --timeline FROM:TO")
+        return None
+    from metrics.timeline import parse_window
+
+    return parse_window(text)
 
 
 def _compare_draws(
@@ -175,7 +212,8 @@ def _print_advice(advice: Advice, out: Path | None) -> None:
     from metrics.report import comparison_table
 
     console = _console()
-    console.print(comparison_table({candidate.label: candidate.summary for candidate in advice.tried}))
+    tried = {candidate.label: candidate.summary for candidate in advice.tried}
+    console.print(comparison_table(tried, max_width=console.width))
     console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
@@ -205,12 +243,12 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.simulation import make_engine, replay
+    from simulator.simulation import make_cluster_plan, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
-        make_engine(config, trace)
+        make_cluster_plan(config, trace)
     for note in [] if quiet else trace.notes:
         print(f"note: {note}", file=sys.stderr)
     runs: dict[str, Run] = {}
@@ -239,7 +277,12 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
             raise SimulationError("--figures: say where with --out")
         from metrics.figures import draw_all
 
-        drawn = draw_all({_folder_name(name): run.tables for name, run in runs.items()}, out / "figures")
+        tables = {_folder_name(name): run.tables for name, run in runs.items()}
+        drawn = draw_all(tables, out / "figures")
+        if all((run.config.get("pp") or 1) > 1 for run in runs.values()):
+            from metrics.pipeline_figures import draw_pipeline
+
+            drawn += draw_pipeline(tables, out / "figures")
     summaries = {_folder_name(name): run.summary for name, run in runs.items()}
     if as_json:
         from metrics.run_folder import json_ready
@@ -250,7 +293,7 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
     from metrics.report import comparison_table
 
     console = _console()
-    console.print(comparison_table(summaries))
+    console.print(comparison_table(summaries, max_width=console.width))
     first = next(iter(runs.values()))
     trust = "calibrated" if first.config["calibrated"] else "uncalibrated"
     console.print(f"costs: {first.config['cost_model']} ({trust})", highlight=False, soft_wrap=True)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from metrics import Recorder
 from simulator.config import ReplayConfig
 from simulator.pools import make_cluster_plan
-from simulator.simulation import replay, simulate
 from simulator.routers import router_names
+from simulator.simulation import replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
 from workloads import Trace
 
@@ -109,8 +109,8 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
     from simpy import Environment
 
     from simulator.moment import ARRIVAL, Moment
-    from simulator.simulation import make_engine
     from simulator.replica import Replica
+    from simulator.simulation import make_engine
 
     trace = trace_of([(0, 4, output) for output in outputs])
     engine = make_engine(ReplayConfig(num_blocks=5000), trace, ConstantCost(device_ns=MS))
