@@ -25,7 +25,7 @@ from metrics import Recorder
 from policies import make_policy
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
-from simulator.replay import Engine, make_engine, simulate
+from simulator.simulation import Engine, make_engine, simulate
 from workloads import Trace, read_trace
 
 SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"

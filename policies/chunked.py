@@ -25,19 +25,9 @@ class Chunked(Policy):
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
-        cohorts, partial = queues.cohorts, queues.partial
-        # In a pipeline every micro-batch takes its share of the decodes, not all that happen to be free.
-        share = -(-queues.num_running // host.micro_batches)
-        left = self.chunk_size
-        for cohort in cohorts:
-            granted = 0
-            while cohort.size and share > 0 and not (granted := draft.decode(cohort, share)):
-                if draft.preempt() is None:
-                    return
-            share -= granted
-            left -= granted
-        for prompt in partial:
-            if left > 0 and prompt.context:
+        left = self.chunk_size - draft.decode_all()
+        for prompt in queues.partial:
+            if left > 0:
                 left -= draft.chunk(prompt, left)
         while left > 0 and queues.waiting and not draft.preempted:
             head = queues.waiting[0]

@@ -19,7 +19,7 @@ class Cohort:
     planned: steps planned so far; `times` holds the token time of every *completed* step, so planned - len(times)
         steps are in flight.
     context_total / context_max: contexts before the next step, that is without the token about to be decoded.
-    growth: KV blocks that the next step needs.
+    growth: KV blocks that the next step needs. peak: the most members it ever had.
 
     A member's context is `track.base + planned`. It joins at step `segment_start`: times[segment_start] is the time of
     the token that its last chunk sampled (or, after a merge, of its first token decoded here).
@@ -27,7 +27,7 @@ class Cohort:
 
     __slots__ = (
         "_deepest", "_end_steps", "_ends_at", "_grows_at", "_members", "_unsorted", "block_size", "closing",
-        "context_total", "lost", "number", "planned", "size", "times",
+        "context_total", "lost", "number", "peak", "planned", "size", "times",
     )  # fmt: skip
 
     def __init__(self, number: int, block_size: int) -> None:
@@ -36,6 +36,7 @@ class Cohort:
         self.planned = 0
         self.times: list[Ns] = []
         self.size = 0
+        self.peak = 0
         self.context_total = 0
         self._members: dict[Track, None] = {}
         self._unsorted = False
@@ -111,6 +112,8 @@ class Cohort:
         track.segment_start = segment_start
         track.decodes_from = decodes_from
         self.size += 1
+        if self.size > self.peak:
+            self.peak = self.size
         self.context_total += context
         heappush(self._deepest, (-base, track.order, track))
         self._grows_at.setdefault(track.blocks * self.block_size - base, {})[track] = None

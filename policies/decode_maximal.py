@@ -1,11 +1,12 @@
 """Decode-maximal batching: exactly one prefill chunk, filled up with decodes that ride along almost for free.
 
-The chunk makes the batch compute-bound, so the decodes' weights are already paid for. KV memory is B slots of the
-longest request; the chunk is C - (B - 1), so that chunk and decodes together are a whole number of GEMM tiles.
+The chunk makes the batch compute-bound, so the weights that the decodes need are already paid for. KV memory is B slots
+of the longest request; the chunk is C - (B - 1), so that chunk and decodes together are a whole number of GEMM tiles.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,44 +18,7 @@ from policies.queues import Queues
 from policies.request import Ns
 from policies.track import Track
 
-
-def plan_decode_maximal(
-    queues: Queues, draft: Draft, kv: KVView, host: Host, rows: int, align: str, *, slots: int
-) -> None:
-    """One decode-maximal batch of `rows` rows: up to `slots` decodes, and one chunk of rows - (slots - 1) tokens."""
-    granted = 0
-    for cohort in queues.cohorts:
-        while cohort.size and granted < slots:
-            decoded = draft.decode(cohort, slots - granted)
-            granted += decoded
-            if decoded:
-                break
-            if draft.preempt() is None:
-                return
-    if granted >= slots:
-        return
-    if rows < slots:
-        # More decodes than the chunk size: the batch becomes the next whole number of tiles above them.
-        rows = ((slots - 1) // host.tile + 1) * host.tile
-    chunk = rows - (slots - 1)
-    if _one_chunk(queues, draft, kv, chunk, granted, host.tile if align == "shrink" else 1) and align != "none":
-        draft.pad(host.tile)
-
-
-def _one_chunk(queues: Queues, draft: Draft, kv: KVView, chunk: int, decodes: int, tile: int) -> int:
-    def fit(track: Track, done: int) -> int:
-        tokens = min(chunk, track.known - done)
-        aligned = (tokens + decodes) // tile * tile - decodes
-        return aligned if aligned > 0 else tokens
-
-    partial = queues.partial
-    if partial:
-        return draft.chunk(partial[0], fit(partial[0], partial[0].context))
-    if not queues.waiting or draft.preempted:
-        return 0
-    head = queues.waiting[0]
-    slot = max(kv.longest, head.request.prompt_tokens + head.request.max_output_tokens)
-    return draft.admit(head, fit(head, kv.cached_tokens(head)), reserve=slot)
+ALIGNMENTS = ("shrink", "pad", "none")
 
 
 @dataclass(frozen=True)
@@ -66,7 +30,7 @@ class DecodeMaximal(Policy):
         "pad",
         "what fills the last tile: dummy tokens (pad), a smaller chunk where that is possible, else dummy tokens "
         "(shrink), or nothing (none)",
-        choices=("shrink", "pad", "none"),
+        choices=ALIGNMENTS,
     )
 
     repeats: ClassVar[bool] = True
@@ -74,8 +38,78 @@ class DecodeMaximal(Policy):
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
-        slots = max(1, kv.slots // host.micro_batches)
-        plan_decode_maximal(queues, draft, kv, host, self.chunk_size, self.align, slots=slots)
+        if decode_beside_a_prompt(queues, draft, kv, host):
+            prefill_beside_decodes(queues, draft, kv, host, self.chunk_size, self.align)
 
     def default_max_num_seqs(self) -> int | None:
         return None
+
+
+def slots_of_batch(kv: KVView, host: Host) -> int:
+    """B: requests of the longest length that fit in memory at once, per micro-batch in a pipeline."""
+    return max(1, kv.slots // host.micro_batches)
+
+
+def slot_tokens(track: Track, kv: KVView) -> int:
+    """KV tokens of one slot: the longest allowed request, whatever this one needs."""
+    return max(kv.longest, track.request.prompt_tokens + track.request.max_output_tokens)
+
+
+def decode_beside_a_prompt(queues: Queues, draft: Draft, kv: KVView, host: Host) -> Track | None:
+    """Grant the decodes of a decode-maximal batch and return the prompt that it carries: B - 1 decodes beside a half
+    done prompt or a new one that finds a free slot, B without."""
+    slots = slots_of_batch(kv, host)
+    prompt = next(_prompts(queues), None)
+    if prompt is not None and prompt.order < 0 and kv.blocks_for(slot_tokens(prompt, kv)) > kv.free_blocks:
+        prompt = None
+    draft.decode_all(slots if prompt is None else slots - 1)
+    return None if draft.preempted else prompt
+
+
+def chunk_beside_decodes(rows: int, slots: int, decodes: int, tile: int) -> int:
+    """Prefill tokens of a batch of `rows` rows (C): C - (B - 1), however many of the B - 1 decodes there are.
+
+    With B > C that would be nothing. The paper leaves it open; here the batch then has C rows or, with at least C
+    decodes, the next whole number of tiles above them, and the chunk is whatever the decodes leave of that.
+    """
+    if rows >= slots:
+        return rows - (slots - 1)
+    return max(rows, (decodes // tile + 1) * tile) - decodes
+
+
+def prefill_beside_decodes(
+    queues: Queues, draft: Draft, kv: KVView, host: Host, rows: int, align: str, *, merge: bool = False
+) -> None:
+    """Put the chunk of a batch of `rows` rows (C) beside the decodes granted so far, and align the batch to tiles.
+
+    merge: what one prompt leaves of the chunk is given to the next ones; else the chunk is of one prompt.
+    """
+    tile = host.tile
+    decodes = draft.decodes
+    left = chunk_beside_decodes(rows, slots_of_batch(kv, host), decodes, tile)
+    others = len(queues.partial) + len(queues.waiting) - 1 if merge else 0
+    used = 0
+    for prompt in _prompts(queues):
+        running = prompt.order >= 0
+        tokens = min(left, prompt.lacking if running else draft.to_prefill(prompt))
+        last = tokens == left or not others
+        if align == "shrink" and last:
+            whole_tiles = (decodes + used + tokens) // tile * tile - decodes - used
+            tokens = whole_tiles if whole_tiles > 0 else tokens
+        granted = (
+            draft.chunk(prompt, tokens) if running else draft.admit(prompt, tokens, reserve=slot_tokens(prompt, kv))
+        )
+        used += granted
+        left -= granted
+        others -= 1
+        if last or not granted:
+            break
+    if used and align != "none":
+        draft.pad(tile)
+
+
+def _prompts(queues: Queues) -> Iterator[Track]:
+    """Prompts in the order in which they are prefilled. A waiting one comes again until it is admitted."""
+    yield from queues.partial
+    while queues.waiting:
+        yield queues.waiting[0]

@@ -6,7 +6,8 @@ so that a policy is nothing but the order in which it asks. A grant reserves its
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from policies.batch import BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
@@ -21,11 +22,14 @@ UNLIMITED = 1 << 60
 
 
 class Draft:
-    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far."""
+    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far.
+
+    only_now: the policy said that this plan holds for this moment only.
+    """
 
     __slots__ = (
         "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
-        "chunks", "decodes", "dummy_tokens", "now_ns", "parts", "preempted",
+        "chunks", "decodes", "dummy_tokens", "now_ns", "only_now", "parts", "preempted",
     )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
@@ -39,6 +43,7 @@ class Draft:
         self.dummy_tokens = 0
         self.cached_tokens = 0
         self.alarm_ns: Ns | None = None
+        self.only_now = False
         self._context_total = 0
         self._context_max = 0
         self._sampled = 0
@@ -80,6 +85,25 @@ class Draft:
             self._context_max = deepest
         self.parts.append(Decodes(cohort, step, size, total, deepest))
         return size
+
+    def decode_all(self, at_most: int | None = None, *, first_to_go: Callable[[Track], Any] | None = None) -> int:
+        """Decode the cohorts that are free to be planned, in admission order; returns the decodes granted.
+
+        at_most: by default this micro-batch's even share of the running requests, which without a pipeline is all of
+        them. Where blocks are short somebody is preempted until the others fit: the last admitted, or whoever has the
+        largest `first_to_go` (O(running), in that moment alone).
+        """
+        scheduler = self._scheduler
+        queues = scheduler.queues
+        if at_most is None:
+            at_most = -(-queues.num_running // scheduler.host.micro_batches)
+        for cohort in queues.cohorts:
+            # Counted anew each time: a victim may have been granted its decode before.
+            while cohort.size and (left := at_most - self.decodes) > 0 and self.budget_left > 0:
+                if self.decode(cohort, left):
+                    break
+                self.preempt(max(queues.running_tracks(), key=first_to_go) if first_to_go is not None else None)
+        return self.decodes
 
     def chunk(self, track: Track, tokens: int) -> int:
         """Prefill up to `tokens` more of a running prompt; returns the tokens granted, 0 if blocks are short."""
@@ -132,6 +156,11 @@ class Draft:
         self._grant_chunk(track, granted, cached)
         return granted
 
+    def to_prefill(self, track: Track) -> int:
+        """Tokens that a waiting request would have to prefill if it were admitted now: all but its prefix hit, or but
+        what was handed over with it."""
+        return track.own_known - max(self._scheduler.ledger.cached_tokens(track), track.computed)
+
     def preempt(self, track: Track | None = None) -> Track | None:
         """Stop a running request, by default the last admitted: its blocks are freed, it waits in front of the queue
         and recomputes prompt and output so far. A grant that this plan made to it is undone. None: nobody is left.
@@ -159,6 +188,17 @@ class Draft:
         rows = self.tokens
         self.dummy_tokens = -rows % multiple if rows else 0
         return self.dummy_tokens
+
+    def pad_to(self, rows: int) -> int:
+        """Fill the batch with dummy tokens up to `rows` rows; returns how many were added."""
+        tokens = self.tokens
+        self.dummy_tokens = max(0, rows - tokens) if tokens else 0
+        return self.dummy_tokens
+
+    def only_for_now(self) -> None:
+        """Say that this plan followed from the time or from an estimate: asked a moment later, with nothing else
+        changed, the policy might plan otherwise. It keeps a policy that `repeats` true to its promise."""
+        self.only_now = True
 
     def wait_until(self, at_ns: Ns) -> None:
         """Ask for the next plan at `at_ns` at the latest, even if nothing arrives or ends before."""

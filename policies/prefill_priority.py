@@ -1,6 +1,7 @@
-"""Prefill first: whole waiting prompts run before any decode continues (vLLM before V1, Orca's successors).
+"""Prefill first: whole waiting prompts run before any decode continues, as in vLLM before V1.
 
-Throughput loves it, decodes stall behind it: that is the generation stall that chunked prefills remove.
+It fills the decode batch as fast as memory allows, and running decodes stall behind every prompt that comes: the
+generation stall that chunked prefills remove.
 """
 
 from __future__ import annotations
@@ -30,19 +31,12 @@ class PrefillPriority(Policy):
         prompts = 0
         while queues.waiting and not (self.max_prompts and prompts >= self.max_prompts):
             head = queues.waiting[0]
-            whole = head.known - kv.cached_tokens(head)
+            whole = draft.to_prefill(head)
             if whole > draft.budget_left or not draft.admit(head, whole):
                 break
             prompts += 1
-        if prompts:
-            return
-        share = -(-queues.num_running // host.micro_batches)
-        for cohort in queues.cohorts:
-            granted = 0
-            while cohort.size and share > 0 and not (granted := draft.decode(cohort, share)):
-                if draft.preempt() is None:
-                    return
-            share -= granted
+        if not prompts:
+            draft.decode_all()
 
     def default_token_budget(self, max_model_len: int) -> int | None:
         return max(2048, max_model_len)

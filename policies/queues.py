@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from policies.cohort import Cohort
 from policies.host import Host
@@ -15,12 +15,12 @@ class Queues:
 
     waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
     planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
-    num_running: admitted requests, those in flight included.
+    num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
     """
 
     __slots__ = (
-        "_chase_chunks", "_chase_decodes", "decode_tokens_promised", "in_flight_batches", "num_running", "parts",
-        "prefill_tokens", "waiting",
+        "_by_class", "_chase_chunks", "_chase_decodes", "decode_tokens_promised", "in_flight_batches", "num_running",
+        "parts", "prefill_tokens", "running_by_slo", "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:
@@ -28,11 +28,14 @@ class Queues:
         # Admission order: cohorts, and prompts half done. One list for all, in flight or not.
         self.parts: list[Cohort | Track] = []
         self.num_running = 0
+        self.running_by_slo: dict[str | None, int] = {}
         self.in_flight_batches = 0
         self.prefill_tokens = 0
         self.decode_tokens_promised = 0
         self._chase_chunks = host.chase_chunks or host.chase_decodes
         self._chase_decodes = host.chase_decodes
+        # Kept only once a policy has asked for it.
+        self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
 
     @property
     def running(self) -> list[Cohort | Track]:
@@ -43,11 +46,7 @@ class Queues:
         """
         if self._chase_decodes or not self.in_flight_batches:
             return self.parts[:]
-        return [
-            part
-            for part in self.parts
-            if not part.in_flight or (self._chase_chunks and isinstance(part, Track))
-        ]
+        return [part for part in self.parts if not part.in_flight or (self._chase_chunks and isinstance(part, Track))]
 
     @property
     def cohorts(self) -> list[Cohort]:
@@ -59,6 +58,11 @@ class Queues:
         """The prompts half done of `running`."""
         return [part for part in self.running if isinstance(part, Track)]
 
+    @property
+    def anybody_decodes(self) -> bool:
+        """Whether any admitted request is past its prompt, in flight or not."""
+        return any(isinstance(part, Cohort) for part in self.parts)
+
     def running_tracks(self) -> Iterator[Track]:
         """Every admitted request, in flight or not; O(running)."""
         for part in self.parts:
@@ -66,3 +70,53 @@ class Queues:
                 yield from part.members()
             else:
                 yield part
+
+    @property
+    def waiting_by_class(self) -> Mapping[tuple[int, str | None], deque[Track]]:
+        """`waiting` by (priority, SLO class), each in the same order: what a policy needs to find the next of a class
+        without looking through a long queue. Kept up to date from the first call on."""
+        if self._by_class is None:
+            self._by_class = {}
+            for track in self.waiting:
+                self._class_of(track).append(track)
+        return self._by_class
+
+    # Books kept by the scheduler
+
+    def enqueue(self, track: Track) -> None:
+        self.waiting.append(track)
+        if self._by_class is not None:
+            self._class_of(track).append(track)
+
+    def enqueue_in_front(self, track: Track) -> None:
+        self.waiting.appendleft(track)
+        if self._by_class is not None:
+            self._class_of(track).appendleft(track)
+
+    def dequeue(self, track: Track) -> None:
+        _take_out(self.waiting, track)
+        if self._by_class is not None:
+            of_class = self._class_of(track)
+            _take_out(of_class, track)
+            if not of_class:
+                del self._by_class[track.request.priority, track.request.slo]
+
+    def count_running(self, track: Track, change: int) -> None:
+        self.num_running += change
+        slo, by_slo = track.request.slo, self.running_by_slo
+        count = by_slo.get(slo, 0) + change
+        if count:
+            by_slo[slo] = count
+        else:
+            del by_slo[slo]
+
+    def _class_of(self, track: Track) -> deque[Track]:
+        assert self._by_class is not None
+        return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
+
+
+def _take_out(queue: deque[Track], track: Track) -> None:
+    if queue[0] is track:
+        queue.popleft()
+    else:
+        queue.remove(track)

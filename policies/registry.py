@@ -20,11 +20,15 @@ from policies.errors import PolicyError
 from policies.policy import Policy
 
 BUILT_IN: Mapping[str, str] = {
+    "request_level": "policies.request_level:RequestLevel",
+    "orca": "policies.orca:Orca",
     "prefill_priority": "policies.prefill_priority:PrefillPriority",
-    "chunked": "policies.chunked:Chunked",
     "decode_maximal": "policies.decode_maximal:DecodeMaximal",
     "dynamic_chunk": "policies.dynamic_chunk:DynamicChunk",
+    "chunked": "policies.chunked:Chunked",
     "vllm_v1": "policies.vllm_v1:VllmV1",
+    "shortest_prompt_first": "policies.shortest_prompt_first:ShortestPromptFirst",
+    "slo_aware": "policies.slo_aware:SloAware",
 }
 
 ENTRY_POINT_GROUP = "charioteer.policies"

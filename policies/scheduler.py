@@ -74,6 +74,7 @@ class Scheduler:
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._only_now = False
 
     @property
     def depth(self) -> int:
@@ -101,7 +102,7 @@ class Scheduler:
             return track
         self.tracks[request.id] = track
         queues = self.queues
-        queues.waiting.append(track)
+        queues.enqueue(track)
         queues.prefill_tokens += self._unplanned(track)
         queues.decode_tokens_promised += track.limit_after - produced
         return track
@@ -115,7 +116,7 @@ class Scheduler:
                 continue
             unplanned = self._unplanned(track)
             if track.order < 0:
-                self.queues.waiting.remove(track)
+                self.queues.dequeue(track)
             else:
                 self._vacate(track)
             self._forget(track, unplanned)
@@ -169,6 +170,7 @@ class Scheduler:
             if draft.parts or not draft.preempted:
                 break
         self.alarm_ns = draft.alarm_ns
+        self._only_now = draft.only_now
         if not draft.parts:
             return None
         return self._commit(draft)
@@ -238,7 +240,7 @@ class Scheduler:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None:
+        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None or self._only_now:
             return 0
         cohort, _, size = batch.grown[0]
         if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
@@ -275,11 +277,7 @@ class Scheduler:
     def start(self, track: Track, cached: int, now_ns: Ns) -> None:
         """Move a waiting track to the running ones, its first `cached` tokens being there already."""
         queues = self.queues
-        waiting = queues.waiting
-        if waiting[0] is track:
-            waiting.popleft()
-        else:
-            waiting.remove(track)
+        queues.dequeue(track)
         track.order = self._admissions
         self._admissions += 1
         track.status = "running"
@@ -288,7 +286,7 @@ class Scheduler:
         track.own_context = cached
         track.cached_total += cached - track.computed
         queues.prefill_tokens -= cached - track.computed
-        queues.num_running += 1
+        queues.count_running(track, 1)
         queues.parts.append(track)
 
     def stop(self, track: Track) -> None:
@@ -302,7 +300,7 @@ class Scheduler:
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - unplanned
-        queues.waiting.appendleft(track)
+        queues.enqueue_in_front(track)
 
     def last_admitted(self) -> Track | None:
         """The running track with the highest admission number, in flight or not."""
@@ -456,7 +454,7 @@ class Scheduler:
             queues.parts.remove(track)
         track.closing = False
         self.ledger.release(track)
-        queues.num_running -= 1
+        queues.count_running(track, -1)
         track.order = -1
         track.epoch += 1
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simulator.config import ReplayConfig
     from simulator.errors import SimulationError
-    from simulator.replay import Run, replay
+    from simulator.simulation import Run, replay
 
 _HOME = {
     "ReplayConfig": "simulator.config",
-    "Run": "simulator.replay",
+    "Run": "simulator.simulation",
     "SimulationError": "simulator.errors",
-    "replay": "simulator.replay",
+    "replay": "simulator.simulation",
 }
 
 __all__ = ["ReplayConfig", "Run", "SimulationError", "replay"]
@@ -23,8 +23,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'simulator' has no attribute {name!r}")
     import importlib
 
-    module = importlib.import_module(_HOME[name])
-    value = getattr(module, name)
-    # The function shares its module's name: keep what was asked for, not the submodule.
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(_HOME[name]), name)

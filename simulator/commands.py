@@ -19,7 +19,7 @@ from simulator.errors import SimulationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from simulator.replay import Run
+    from simulator.simulation import Run
 
 app = typer.Typer(
     name="simulator",
@@ -114,7 +114,7 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.replay import make_engine, replay
+    from simulator.simulation import make_engine, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:

@@ -13,7 +13,7 @@ from profiler import load_hardware, load_model_spec
 from workloads import Trace
 
 if TYPE_CHECKING:
-    from simulator.replay import Engine
+    from simulator.simulation import Engine
 
 PACKAGES = ("charioteer", "simpy", "numpy", "pandas", "pyarrow", "scikit-learn")
 

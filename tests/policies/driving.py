@@ -44,6 +44,7 @@ def drive(
     requests: list[tuple[Request, int]],
     *,
     depth: int = 1,
+    duration=duration_ns,
     leaping: bool = False,
     each_step=lambda scheduler: None,
     most_batches: int = 20_000,
@@ -70,10 +71,15 @@ def drive(
             assert len(log.batches) < most_batches, "does not end"
             log.batches.append((batch.number, now, batch.shape, rows_of(batch)))
             start = max(now, free_at)
-            free_at = start + duration_ns(batch.shape)
+            free_at = start + duration(batch.shape)
             flight.append((batch, free_at))
             each_step(scheduler)
         if not flight:
+            alarm = scheduler.alarm_ns
+            if alarm is not None and (not pending or alarm < pending[0][0].arrival_ns):
+                assert alarm > now, "an alarm that is due already would never ring"
+                now = alarm
+                continue
             if pending:
                 now = max(now, pending[0][0].arrival_ns)
                 if scheduler.queues.waiting and scheduler.alarm_ns is None:
@@ -94,7 +100,7 @@ def drive(
                     decode_context_total=shape.decode_context_total + shape.decodes,
                     decode_context_max=shape.decode_context_max + 1,
                 )
-                ends.append(ends[-1] + duration_ns(shape))
+                ends.append(ends[-1] + duration(shape))
             if pending:
                 arrival = pending[0][0].arrival_ns
                 ends = [at for at in ends if at < arrival]
@@ -121,7 +127,7 @@ def drive(
                     )
                 scheduler.leap(batch, ends)
                 each_step(scheduler)
-                end = ends[-1] + duration_ns(batch.shape)
+                end = ends[-1] + duration(batch.shape)
                 free_at = end
         now = max(now, end)
         # Whoever arrives at or before this moment is seen by the plan that follows it.
@@ -148,9 +154,7 @@ def held_blocks(scheduler: Scheduler) -> int:
     """Blocks that running tracks hold, counted track by track."""
     block_size = scheduler.ledger.block_size
     return sum(
-        max(track.blocks, -(-track.context // block_size))
-        for track in scheduler.tracks.values()
-        if track.order >= 0
+        max(track.blocks, -(-track.context // block_size)) for track in scheduler.tracks.values() if track.order >= 0
     )
 
 

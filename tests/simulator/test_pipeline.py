@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from metrics.columns import to_ns
 from policies import policy_names
 from simulator.config import ReplayConfig
-from simulator.replay import replay
+from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 S = 1_000_000_000

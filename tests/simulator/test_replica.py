@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from metrics import Recorder
 from policies import BatchShape
 from simulator.config import ReplayConfig
-from simulator.replay import Engine, replay, simulate
+from simulator.simulation import Engine, replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 S = 1_000_000_000

@@ -1,0 +1,46 @@
+"""Iteration-level batching: requests join and leave between iterations, prompts whole, memory reserved in full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.draft import Draft
+from policies.host import Host
+from policies.ledger import KVView
+from policies.policy import MemoryRule, Policy, knob
+from policies.queues import Queues
+from policies.request import Ns
+
+
+@dataclass(frozen=True)
+class Orca(Policy):
+    """In arrival order, every running request's decode and then whole new prompts, in one mixed batch; KV memory for
+    input and output is reserved on admission, so nobody is ever preempted."""
+
+    max_batch_size: int = knob(0, "most requests in one batch; 0 for no limit but memory", least=0)
+    reserve: str = knob(
+        "limit", "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
+        choices=("limit", "longest"),
+    )  # fmt: skip
+
+    repeats: ClassVar[bool] = True
+    paper: ClassVar[str] = "Orca (OSDI 2022), Algorithm 1"
+    # The paper names no share; this is the rule of SARATHI's comparison with it.
+    memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)
+
+    def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
+        most = self.max_batch_size or 1 << 60
+        # No even shares in a pipeline: whatever is not in flight joins, up to the batch size.
+        left = most - draft.decode_all(most)
+        while left > 0 and queues.waiting:
+            head = queues.waiting[0]
+            whole = draft.to_prefill(head)
+            limit = head.request.prompt_tokens + head.request.max_output_tokens
+            reserve = max(limit, kv.longest) if self.reserve == "longest" else limit
+            if whole > draft.budget_left or not draft.admit(head, whole, reserve=reserve):
+                return
+            left -= 1
+
+    def default_max_num_seqs(self) -> int | None:
+        return None

@@ -1,0 +1,206 @@
+"""Attention of one head layout on one device: two laws, what they miss on grids, and what uneven contexts add.
+
+`fit_attention` reads a profile's attention rows. Grids are kept over the coordinates that were measured, so a fit repeats
+its profile at the nodes, and the laws only have to carry it from one node to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from profiler.attention_law import BatchLaw, DecodeLaw, batch_us, chunk_share_us, decode_us, fit_law
+from profiler.errors import ProfileError
+from profiler.lattice import Lattice
+from profiler.profile import parse_chunks
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[np.float64]
+
+MANY_KNOTS = 24
+"""More measured coordinates than this along an axis are dense enough for the tables' own knots."""
+
+_AXES = {
+    "decode": ("decodes", "context"),
+    "prefill": ("tokens", "context"),
+    "mixed": ("tokens", "context", "decodes", "context"),
+}
+
+
+@dataclass(frozen=True)
+class AttentionFit:
+    """Times of one layer in microseconds.
+
+    batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context),
+    "prefill" over (tokens, prefix), "mixed" over (tokens, prefix, decodes, context). A grid that was not measured is
+    absent; mixed batches are then the chunk plus what the law says the decodes add to it.
+    uneven_decode: (decodes, share): a decode-only batch costs 1 + share * (longest / mean - 1) times its even twin.
+    uneven_token_us: what each token costs by which the longest context beats both the mean and the chunk's own end.
+    region: largest measured tokens, prefix, decodes, context.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sms: int
+    batch_law: BatchLaw
+    decode_law: DecodeLaw
+    misses: Mapping[str, Lattice] = field(default_factory=dict)
+    uneven_decode: tuple[tuple[float, float], ...] = ()
+    uneven_token_us: float = 0.0
+    region: Mapping[str, int] = field(default_factory=dict)
+
+    def decode_us(self, decodes: ArrayLike, context: ArrayLike) -> Array:
+        """Decodes of equal context and nothing else."""
+        miss = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
+        return decode_us(self.decode_law, decodes, context) * np.exp(miss)
+
+    def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
+        """One chunk alone."""
+        miss = self.misses["prefill"](tokens, prefix) if "prefill" in self.misses else 0.0
+        return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0) * np.exp(miss)
+
+    def batch_us(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array:
+        """One chunk beside at least one decode."""
+        both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context)
+        if "mixed" in self.misses:
+            return both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+        alone = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
+        return self.prefill_us(tokens, prefix) + (both - alone)
+
+    def chunk_share_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
+        """A further chunk in the same batch."""
+        return chunk_share_us(self.batch_law, self.heads, self.sms, tokens, prefix)
+
+    def knots(self, axis: str) -> Array:
+        """Coordinates that were measured along "tokens", "context" (prefixes too) or "decodes"."""
+        found: list[Array] = [np.zeros(0)]
+        for name, lattice in self.misses.items():
+            for index, coordinate in enumerate(_AXES[name]):
+                if coordinate == axis and len(lattice.axes[index]) <= MANY_KNOTS:
+                    found.append(lattice.axes[index])
+        return np.unique(np.concatenate(found))
+
+    def uneven_share(self, decodes: ArrayLike) -> Array:
+        """The share of `uneven_decode` for any number of decodes (interpolated over its logarithm)."""
+        if not self.uneven_decode:
+            return np.zeros(np.shape(decodes))
+        knots = np.array(self.uneven_decode)
+        return np.interp(np.log2(np.maximum(np.asarray(decodes, float), 1)), np.log2(knots[:, 0]), knots[:, 1])
+
+
+def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
+    """Attention rows as numbers: tokens, prefix, chunks (how many equal ones), decodes, context (mean), longest, us.
+
+    Rows with unequal chunks come out with chunks = -1.
+    """
+    import pandas as pd
+
+    parsed = {text: parse_chunks(text) for text in table["chunks"].unique()}
+    equal = {text: len(set(chunks)) <= 1 for text, chunks in parsed.items()}
+    decodes = table["decodes"].to_numpy(float)
+    return pd.DataFrame(
+        {
+            "tokens": [parsed[text][0][0] if text else 0 for text in table["chunks"]],
+            "prefix": [parsed[text][0][1] if text else 0 for text in table["chunks"]],
+            "chunks": [len(parsed[text]) if equal[text] else -1 for text in table["chunks"]],
+            "decodes": decodes,
+            "context": table["decode_context_total"].to_numpy(float) / np.maximum(decodes, 1),
+            "longest": table["decode_context_max"].to_numpy(float),
+            "us": table["median_s"].to_numpy(float) * 1e6,
+        }
+    )
+
+
+def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
+    """Fit the attention rows of one head layout (a profile's rows of one model and degree); raises ProfileError."""
+    layouts = table[["heads", "kv_heads", "head_dim"]].drop_duplicates()
+    if len(layouts) != 1:
+        raise ProfileError(f"attention: found {len(layouts)} head layouts, expected one at a time")
+    heads, kv_heads, head_dim = (int(value) for value in layouts.iloc[0])
+    batches = batch_columns(table)
+    even = batches[(batches["longest"] <= np.ceil(batches["context"])) & (batches["chunks"].isin((0, 1)))]
+    fit = AttentionFit(heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), region=_region(batches))
+    fit = _fit_decode(fit, even[even["tokens"] == 0])
+    fit = _fit_batches(fit, even[even["tokens"] > 0])
+    return _fit_uneven(fit, batches[(batches["longest"] > np.ceil(batches["context"])) & (batches["chunks"] >= 0)])
+
+
+def _region(batches: pd.DataFrame) -> dict[str, int]:
+    largest = {"tokens": batches["tokens"], "prefix": batches["prefix"], "decodes": batches["decodes"]}
+    region = {key: int(column.max()) for key, column in largest.items()}
+    return {**region, "context": int(batches["longest"].max())}
+
+
+def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
+    if not len(rows):
+        return fit
+    n, c, us = (rows[key].to_numpy(float) for key in ("decodes", "context", "us"))
+    law = fit_law(DecodeLaw, lambda law: decode_us(law, n, c), us)
+    assert isinstance(law, DecodeLaw)
+    miss = _grid([n, c], np.log(us / decode_us(law, n, c)))
+    return replace(fit, decode_law=law, misses={**fit.misses, "decode": miss})
+
+
+def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
+    if not len(rows):
+        return fit
+    columns = [rows[key].to_numpy(float) for key in ("tokens", "prefix", "decodes", "context")]
+    us = rows["us"].to_numpy(float)
+    law = fit_law(BatchLaw, lambda law: batch_us(law, fit.heads, fit.sms, *columns), us)
+    assert isinstance(law, BatchLaw)
+    miss = np.log(us / batch_us(law, fit.heads, fit.sms, *columns))
+    misses = dict(fit.misses)
+    alone = columns[2] == 0
+    if alone.any():
+        misses["prefill"] = _grid([column[alone] for column in columns[:2]], miss[alone])
+    if (~alone).any():
+        misses["mixed"] = _grid([column[~alone] for column in columns], miss[~alone])
+    return replace(fit, batch_law=law, misses=misses)
+
+
+def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
+    """How much longer than their even twins uneven batches take; the twin is the fit's own prediction of it."""
+    alone = rows[rows["tokens"] == 0]
+    shares = []
+    for decodes, group in alone.groupby("decodes"):
+        excess = group["us"] / fit.decode_us(group["decodes"], group["context"]) - 1
+        spread = group["longest"] / group["context"] - 1
+        shares.append((float(decodes), max(0.0, float((excess * spread).sum() / (spread**2).sum()))))
+    mixed = rows[rows["tokens"] > 0]
+    slope = 0.0
+    if len(mixed):
+        us = mixed["us"].to_numpy(float)
+        even = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
+        end = mixed["tokens"] + mixed["prefix"]
+        excess = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
+        x, y = excess / us, (us - even) / us
+        use = (x > 0) & (np.abs(y) < 0.7)
+        slope = max(0.0, float((x[use] * y[use]).sum() / max((x[use] ** 2).sum(), 1e-30)))
+    return replace(fit, uneven_decode=tuple(shares), uneven_token_us=slope)
+
+
+GEOMETRIC = 8
+"""Knots an octave where a profile's coordinates are too many to be knots themselves."""
+
+MANY = 160
+
+
+def _grid(columns: list[Array], values: Array) -> Lattice:
+    """A lattice over the coordinates themselves, or over geometric knots along an axis that has too many of them."""
+    seen = [np.unique(column) for column in columns]
+    if max(map(len, seen)) <= MANY:
+        return Lattice.from_points(columns, values)
+    return Lattice.from_scatter([axis if len(axis) <= MANY else _geometric(axis) for axis in seen], columns, values)
+
+
+def _geometric(values: Array) -> Array:
+    low, high = max(1.0, float(values[values > 0].min())), float(values.max())
+    knots = low * 2.0 ** (np.arange(int(np.ceil(GEOMETRIC * np.log2(high / low))) + 1) / GEOMETRIC)
+    return np.unique(np.round(np.minimum(knots, high)))

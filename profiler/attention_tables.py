@@ -1,0 +1,311 @@
+"""Attention of one layer as dense tables: what the simulator's inner loop looks up.
+
+`AttentionTables.build` evaluates a fit once at every knot; after that a decode-only batch is one cell and one
+multiply-add, a chunk is a bilinear cell, and a chunk beside decodes a cell of four axes. The scalar functions are the
+plain twins of the vector ones: same cells, same operations in the same order, so both give equal numbers. Times are ns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from profiler.attention_law import CONTEXT_STEP, QUERY_ROWS, BatchLaw
+
+Array = NDArray[np.float64]
+
+TOKEN_LIMIT = 16384
+CONTEXT_LIMIT = 131072
+DECODE_LIMIT = 1024
+_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
+_CONTEXTS = (0, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_FAR_CONTEXTS = (24576, 32768, 65536, CONTEXT_LIMIT)
+_DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, DECODE_LIMIT)
+
+
+class AttentionSource(Protocol):
+    """What tables are built from; `AttentionFit` is one. Microseconds of one layer."""
+
+    batch_law: BatchLaw
+    heads: int
+    sms: int
+    uneven_token_us: float
+
+    def decode_us(self, decodes: ArrayLike, context: ArrayLike) -> Array: ...
+
+    def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array: ...
+
+    def batch_us(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array: ...
+
+    def uneven_share(self, decodes: ArrayLike) -> Array: ...
+
+    def knots(self, axis: str) -> ArrayLike: ...
+
+
+class Axis:
+    """Knots of one coordinate and, for every whole number up to the last knot, the cell it lies in."""
+
+    def __init__(self, knots: ArrayLike) -> None:
+        self.knots = np.unique(np.asarray(knots, float))
+        self.cell = np.searchsorted(self.knots, np.arange(int(self.knots[-1]) + 1), side="right") - 1
+        self.cell = np.clip(self.cell, 0, len(self.knots) - 2)
+        self.last = len(self.cell) - 1
+        self.inverse = 1.0 / np.diff(self.knots)
+        self.cell_list: list[int] = self.cell.tolist()
+        self.knot_list: list[float] = self.knots.tolist()
+        self.inverse_list: list[float] = self.inverse.tolist()
+
+    def locate(self, values: Any) -> tuple[NDArray[np.int64], Array]:
+        """(cell, weight of its upper knot); beyond the last knot the last cell is continued in a straight line."""
+        cell = self.cell[np.minimum(values, self.last).astype(np.int64)]
+        return cell, (values - self.knots[cell]) * self.inverse[cell]
+
+
+class AttentionTables:
+    """See the module. `layers` scales nothing here: results are ns of one layer."""
+
+    def __init__(self, source: AttentionSource, *, window: int | None = None, fused: bool = True, uneven: bool = True):
+        """window: tokens that attention looks back. fused False: a chunk and decodes cost their sum (an ablation).
+
+        uneven False: contexts are taken as equal (an ablation).
+        """
+        self.window = window or 0
+        self.fused = fused
+        self.contexts = Axis([*_CONTEXTS, *source.knots("context"), *_FAR_CONTEXTS])
+        self.tokens = Axis([*_TOKENS, *source.knots("tokens")])
+        self.decodes = Axis([*_DECODES, *source.knots("decodes")])
+        far = self._seen(self.contexts.knots)
+        near = self.tokens.knots
+
+        # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
+        counts = np.arange(DECODE_LIMIT + 1, dtype=float)
+        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :]) * 1e3
+        slope = np.diff(value, axis=1) * self.contexts.inverse
+        self._decode_slope = np.concatenate([slope, slope[:, -1:]], axis=1)
+        self._decode_base = value - self._decode_slope * self.contexts.knots
+        self._decode_row = len(self.contexts.knots)
+        self._share = source.uneven_share(np.maximum(counts, 1)) * (1.0 if uneven else 0.0)
+
+        # One chunk alone, and one chunk beside decodes.
+        self._chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
+        grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
+        self._mixed = (source.batch_us(*grid) * 1e3).reshape(-1) if fused else np.zeros(0)
+        self._strides = (
+            len(far) * len(self.decodes.knots) * len(far),
+            len(self.decodes.knots) * len(far),
+            len(far),
+        )
+        law, machine = source.batch_law, source.heads / source.sms * 1e3
+        self._share_block = law.block * machine + 0.25 * law.step * machine
+        self._share_step = law.step * machine / CONTEXT_STEP
+        self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
+        self._make_lists()
+
+    def _make_lists(self) -> None:
+        """Python lists of the same numbers: indexing them is several times cheaper than indexing arrays."""
+        self._base_list: list[float] = self._decode_base.reshape(-1).tolist()
+        self._slope_list: list[float] = self._decode_slope.reshape(-1).tolist()
+        self._share_list: list[float] = self._share.tolist()
+        self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
+        self._mixed_list: list[float] = self._mixed.tolist()
+
+    def _seen(self, context: Any) -> Any:
+        """Contexts as attention sees them under a sliding window."""
+        return np.minimum(context, self.window) if self.window else context
+
+    # --- scalar ------------------------------------------------------------------------------------------------------
+
+    def decode_ns(self, decodes: int, total: int, largest: int) -> float:
+        """A batch of decodes and nothing else."""
+        mean = total / decodes
+        whole = int(mean)
+        axis = self.contexts
+        cell = axis.cell_list[whole if whole < axis.last else axis.last]
+        row = decodes if decodes < DECODE_LIMIT else DECODE_LIMIT
+        at = row * self._decode_row + cell
+        ns = self._base_list[at] + self._slope_list[at] * mean
+        if largest > mean:
+            ns = ns * (1.0 + self._share_list[row] * (largest / (mean if mean > 1.0 else 1.0) - 1.0))
+        return ns if decodes <= DECODE_LIMIT else ns * (decodes / DECODE_LIMIT)
+
+    def chunk_ns(self, tokens: int, prefix: int) -> float:
+        """One chunk and nothing else."""
+        axis = self.tokens
+        i = axis.cell_list[tokens if tokens < axis.last else axis.last]
+        x = (tokens - axis.knot_list[i]) * axis.inverse_list[i]
+        axis = self.contexts
+        j = axis.cell_list[prefix if prefix < axis.last else axis.last]
+        y = (prefix - axis.knot_list[j]) * axis.inverse_list[j]
+        width, table = self._decode_row, self._chunk_list
+        at = i * width + j
+        low, high = table[at], table[at + width]
+        low = low + (table[at + 1] - low) * y
+        high = high + (table[at + width + 1] - high) * y
+        return low + (high - low) * x
+
+    def batch_ns(self, chunks: Sequence[tuple[int, int]], decodes: int, total: int, largest: int) -> float:
+        """Chunks, with or without decodes beside them."""
+        tokens, prefix = chunks[0]
+        further, end = 0.0, prefix + tokens
+        if len(chunks) > 1:
+            tokens, prefix, further, end = self._main_chunk(chunks)
+        if not decodes:
+            ns, reach = self.chunk_ns(tokens, prefix), prefix + tokens
+        elif not self.fused:
+            return self.chunk_ns(tokens, prefix) + further + self.decode_ns(decodes, total, largest)
+        else:
+            mean = total / decodes
+            ns = self._beside_ns(tokens, prefix, decodes, mean)
+            reach = prefix + tokens
+            if mean > reach:
+                reach = mean
+            if largest > end:
+                end = largest
+        if end > reach:
+            ns = ns + self._uneven * (end - reach)
+        return ns + further
+
+    def _main_chunk(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int, float, int]:
+        """(tokens, prefix) of the chunk with most work, the others' share of the machine, the furthest end of any."""
+        block, step = self._share_block, self._share_step
+        best, total, end, main = -1.0, 0.0, 0, (0, 0)
+        for tokens, prefix in chunks:
+            blocks = (tokens + QUERY_ROWS - 1) // QUERY_ROWS
+            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS))
+            total = total + share
+            if share > best:
+                best, main = share, (tokens, prefix)
+            if prefix + tokens > end:
+                end = prefix + tokens
+        return main[0], main[1], total - best, end
+
+    def _beside_ns(self, tokens: int, prefix: int, decodes: int, mean: float) -> float:
+        """One chunk beside decodes of equal context: sixteen corners, fewer where a coordinate sits on a knot."""
+        axis = self.tokens
+        i = axis.cell_list[tokens if tokens < axis.last else axis.last]
+        x = (tokens - axis.knot_list[i]) * axis.inverse_list[i]
+        axis = self.decodes
+        k = axis.cell_list[decodes if decodes < axis.last else axis.last]
+        z = (decodes - axis.knot_list[k]) * axis.inverse_list[k]
+        axis = self.contexts
+        j = axis.cell_list[prefix if prefix < axis.last else axis.last]
+        y = (prefix - axis.knot_list[j]) * axis.inverse_list[j]
+        whole = int(mean)
+        last = axis.cell_list[whole if whole < axis.last else axis.last]
+        w = (mean - axis.knot_list[last]) * axis.inverse_list[last]
+        first, second, third = self._strides
+        v = self._mixed_list
+        at = i * first + j * second + k * third + last
+        low = self._pair(v, at, third, w, z)
+        if y:
+            low = low + (self._pair(v, at + second, third, w, z) - low) * y
+        if not x:
+            return low
+        at += first
+        high = self._pair(v, at, third, w, z)
+        if y:
+            high = high + (self._pair(v, at + second, third, w, z) - high) * y
+        return low + (high - low) * x
+
+    @staticmethod
+    def _pair(v: list[float], at: int, stride: int, w: float, z: float) -> float:
+        low = v[at]
+        low = low + (v[at + 1] - low) * w
+        if not z:
+            return low
+        at += stride
+        high = v[at]
+        high = high + (v[at + 1] - high) * w
+        return low + (high - low) * z
+
+    # --- vector ------------------------------------------------------------------------------------------------------
+
+    def decode_ns_of(self, decodes: NDArray[np.int64], total: NDArray[np.int64], largest: NDArray[np.int64]) -> Array:
+        """`decode_ns` of many batches, each with at least one decode."""
+        mean = total / decodes
+        cell = self.contexts.cell[np.minimum(mean, self.contexts.last).astype(np.int64)]
+        row = np.minimum(decodes, DECODE_LIMIT)
+        ns = self._decode_base[row, cell] + self._decode_slope[row, cell] * mean
+        uneven = 1.0 + self._share[row] * (largest / np.maximum(mean, 1.0) - 1.0)
+        ns = np.where(largest > mean, ns * uneven, ns)
+        return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
+
+    def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:
+        """`chunk_ns` of many chunks."""
+        i, x = self.tokens.locate(tokens)
+        j, y = self.contexts.locate(prefix)
+        low, high = self._chunk[i, j], self._chunk[i + 1, j]
+        low = low + (self._chunk[i, j + 1] - low) * y
+        high = high + (self._chunk[i + 1, j + 1] - high) * y
+        return low + (high - low) * x
+
+    def batch_ns_of(
+        self,
+        tokens: NDArray[np.int64],
+        prefix: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        decodes: NDArray[np.int64],
+        total: NDArray[np.int64],
+        largest: NDArray[np.int64],
+    ) -> Array:
+        """`batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
+        starts = offsets[:-1]
+        blocks = (tokens + (QUERY_ROWS - 1)) // QUERY_ROWS
+        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS))
+        sizes = np.diff(offsets)
+        best = np.maximum.reduceat(share, starts)
+        is_best = np.flatnonzero(share == np.repeat(best, sizes))
+        main = is_best[np.searchsorted(is_best, starts)]
+        end = np.maximum.reduceat(prefix + tokens, starts)
+        summed = _running_sums(share, offsets)
+        further = np.where(sizes > 1, summed - best, 0.0)
+        main_tokens, main_prefix = tokens[main], prefix[main]
+        reach = (main_tokens + main_prefix).astype(float)
+        ns = np.empty(len(starts))
+        alone = decodes == 0
+        ns[alone] = self.chunk_ns_of(main_tokens[alone], main_prefix[alone])
+        beside = ~alone
+        if beside.any():
+            n, mean = decodes[beside], total[beside] / decodes[beside]
+            if self.fused:
+                ns[beside] = self._beside_ns_of(main_tokens[beside], main_prefix[beside], n, mean)
+                reach[beside] = np.maximum(reach[beside], mean)
+                end = np.where(beside, np.maximum(end, largest), end)
+            else:
+                parts = self.chunk_ns_of(main_tokens[beside], main_prefix[beside]) + further[beside]
+                ns[beside] = parts + self.decode_ns_of(n, total[beside], largest[beside])
+        ns = np.where((end > reach) & (alone | self.fused), ns + self._uneven * (end - reach), ns)
+        return np.where(alone | self.fused, ns + further, ns)
+
+    def _beside_ns_of(self, tokens: Any, prefix: Any, decodes: Any, mean: Any) -> Array:
+        i, x = self.tokens.locate(tokens)
+        j, y = self.contexts.locate(prefix)
+        k, z = self.decodes.locate(decodes)
+        last, w = self.contexts.locate(mean)
+        first, second, third = self._strides
+        v = self._mixed
+        at = i * first + j * second + k * third + last
+
+        def pair(at: NDArray[np.int64]) -> Array:
+            low, high = v[at], v[at + third]
+            low = low + (v[at + 1] - low) * w
+            high = high + (v[at + third + 1] - high) * w
+            return low + (high - low) * z
+
+        low, high = pair(at), pair(at + first)
+        low = low + (pair(at + second) - low) * y
+        high = high + (pair(at + first + second) - high) * y
+        return low + (high - low) * x
+
+
+def _running_sums(values: Array, offsets: NDArray[np.int64]) -> Array:
+    """Sum of each batch's values added one after the other from 0.0, exactly as the scalar loop adds them."""
+    total = np.zeros(len(offsets) - 1)
+    sizes = np.diff(offsets)
+    for step in range(int(sizes.max(initial=0))):
+        has = sizes > step
+        total[has] = total[has] + values[offsets[:-1][has] + step]
+    return total

@@ -1,0 +1,219 @@
+"""A device's measured operators and a model's shape, put together: the cost model of any dense model on that device.
+
+A model that was profiled itself finds every operator in its own width. For any other, GEMMs and attention come from the
+nearest measured ones (`profiler.gemm_fit`, `profiler.attention_transfer`), norms and activations by their bytes, and the
+result says which operators are composed, so that nothing counts as inside the measured region that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.attention_tables import AttentionTables
+from profiler.device_fit import DeviceFit
+from profiler.dtypes import canonical_dtype
+from profiler.engine_terms import EngineTerms
+from profiler.errors import ProfileError
+from profiler.fitted import Engine, FittedModel, Region
+from profiler.hardware import Hardware
+from profiler.layer_split import check_split, split_layers
+from profiler.model_spec import ModelSpec
+from profiler.roofline import Constants
+
+Array = NDArray[np.float64]
+Curve = Callable[[Array], Array]
+
+ELEMENT_BYTES = 2
+"""All profiles are of 16-bit activations."""
+
+
+def compose(
+    fit: DeviceFit,
+    spec: ModelSpec,
+    hardware: Hardware,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    layer_split: Sequence[int] | None = None,
+    terms: EngineTerms | None = None,
+    pipeline_link: str = "link",
+) -> FittedModel:
+    """The cost model of `spec` on the fitted device; arguments as in `profiler.load_cost_model`.
+
+    Raises ProfileError where the fit cannot serve: another dtype, an odd split, no attention to start from.
+    """
+    spec.check_tp(tp)
+    wanted = canonical_dtype(dtype)
+    if {wanted, fit.dtype} - {"bfloat16", "float16"}:
+        raise ProfileError(f"fitted model {fit.gpu}: found dtype {wanted}, expected {fit.dtype}, which was measured")
+    if kv_dtype != "auto" and canonical_dtype(kv_dtype) not in ("bfloat16", "float16"):
+        raise ProfileError(f"fitted model {fit.gpu}: found kv_dtype {kv_dtype}, expected auto or {fit.dtype}")
+    split = tuple(layer_split) if layer_split is not None else split_layers(spec.layers, pp)
+    check_split(split, spec.layers, pp)
+    parts = _Parts(fit, spec, hardware, tp, terms or EngineTerms())
+    name = f"fitted {spec.name} {fit.gpu} tp{tp}{f' pp{pp}' if pp > 1 else ''} {wanted}"
+    attention = AttentionTables(
+        parts.attention(),
+        window=spec.sliding_window,
+        fused=parts.terms.fused_batches,
+        uneven=parts.terms.uneven_contexts and not spec.sliding_window,
+    )
+    engine = Engine(
+        name,
+        split,
+        parts.layer_rows(),
+        parts.first_rows(),
+        parts.last_rows(),
+        parts.sampled(),
+        attention,
+        parts.region(),
+        parts.terms,
+        _send(hardware, spec, pipeline_link),
+        provenance=parts.provenance(),
+    )
+    return FittedModel(engine)
+
+
+class _Parts:
+    """The operators of one model on one device, each as a function of rows."""
+
+    def __init__(self, fit: DeviceFit, spec: ModelSpec, hardware: Hardware, tp: int, terms: EngineTerms) -> None:
+        self.fit, self.spec, self.hardware, self.tp, self.terms = fit, spec, hardware, tp, terms
+        self.composed: list[str] = []
+        self.reach: list[float] = []
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def gemm(self, name: str, n: int, k: int) -> Curve:
+        curve = self.fit.curve(name, n, k)
+        if curve is None:
+            from profiler.gemm_fit import gemm_curve
+
+            curve = gemm_curve(self.fit, self.hardware, name, n, k)
+            self.composed.append(f"{name} {n}x{k}")
+        if name != "head":
+            self.reach.append(float(curve.rows[-1]))
+        return curve.stepped_us
+
+    def elementwise(self, name: str, width: int, moved: float) -> Curve:
+        """A norm, activation or rotary embedding: its own curve, another width's by bytes, or one pass over memory."""
+        curve = self.fit.nearest(name, width)
+        constants = Constants()
+        rate = self.hardware.memory_bandwidth * constants.memory_efficiency * 1e-6
+
+        def one_pass(rows: Array) -> Array:
+            return constants.kernel_ns * 1e-3 + rows * (moved * ELEMENT_BYTES / rate)
+
+        if curve is None:
+            self.composed.append(name)
+            return one_pass
+        if not self.terms.compiled:
+            return curve.smooth_us
+        return lambda rows: np.minimum(curve.smooth_us(rows), one_pass(rows))
+
+    def all_reduce(self) -> Curve:
+        """Of one hidden state a row: measured, or bytes over the link where no measurement exists."""
+        width = self.spec.hidden * ELEMENT_BYTES
+        for collective in self.fit.collectives:
+            if collective.participants == self.tp:
+                return lambda rows: collective.curve.smooth_us(rows * width)
+        self.composed.append("all_reduce")
+        constants, link = Constants(), self.hardware.link
+        latency = constants.all_reduce_ns if link.startswith("NVLink") else constants.pcie_all_reduce_ns
+        moved = 2.0 * (self.tp - 1) / self.tp * width
+        rate = self.hardware.link_bandwidth * constants.link_efficiency * 1e-6
+        return lambda rows: latency * 1e-3 + rows * (moved / rate)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def layer_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        spec, tp = self.spec, self.tp
+        parts: dict[str, Curve] = {gemm.name: self.gemm(gemm.name, gemm.n, gemm.k) for gemm in spec.gemms(tp)}
+        norm = self.elementwise("norm", spec.hidden, 4 * spec.hidden)
+        inner = spec.intermediate // tp * (2 if spec.gated else 1)
+        q, kv = spec.q_size // tp, spec.kv_heads_per_device(tp) * spec.head_dim
+        parts["activation"] = self.elementwise("activation", inner, inner + spec.intermediate // tp)
+        if spec.position == "rope":
+            parts["rotary"] = self.elementwise("rotary", q + kv, 2 * (q + kv))
+        if spec.qk_norm:
+            parts["qk_norm"] = self.elementwise("norm", q + kv, 2 * (q + kv))
+        if tp > 1:
+            reduce = self.all_reduce()
+            parts["all_reduce"] = lambda rows: 2.0 * reduce(rows)
+        parts["norm"] = lambda rows: spec.norms_per_layer * norm(rows)
+        kernels = len(spec.gemms(tp)) + spec.norms_per_layer + 3
+        if self.terms.kernel_gap_us:
+            gap = kernels * self.terms.kernel_gap_us
+            parts["kernel_gaps"] = lambda rows: np.full(len(rows), gap)
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+
+    def first_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        embedding = self.elementwise("embedding", self.spec.hidden, 2 * self.spec.hidden)
+        return lambda rows: {"embedding": embedding(rows)}
+
+    def last_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        norm = self.elementwise("final_norm", self.spec.hidden, 4 * self.spec.hidden)
+        return lambda rows: {"final_norm": norm(rows)}
+
+    def sampled(self) -> Callable[[Array], Mapping[str, Array]]:
+        spec, tp = self.spec, self.tp
+        gemm = spec.head_gemm(tp)
+        head = self.gemm("head", gemm.n, gemm.k)
+        parts: dict[str, Curve] = {"head": head}
+        if self.terms.sampler:
+            parts["sampler"] = self.elementwise("sampler", spec.vocab, Constants().sampler_bytes / 2 * spec.vocab)
+        if tp > 1:
+            moved = (tp - 1) / tp * spec.vocab * ELEMENT_BYTES
+            rate = self.hardware.link_bandwidth * Constants().link_efficiency * 1e-6
+            parts["gather_logits"] = lambda rows: Constants().all_reduce_ns * 1e-3 + rows * (moved / rate)
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+
+    def attention(self) -> Any:
+        heads, kv = self.spec.heads // self.tp, self.spec.kv_heads_per_device(self.tp)
+        found = self.fit.attention_of(heads, kv, self.spec.head_dim)
+        if found is None:
+            from profiler.attention_transfer import attention_for
+
+            found = attention_for(self.fit, self.hardware, heads, kv, self.spec.head_dim)
+            self.composed.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
+        self._region = found.region
+        return found
+
+    def region(self) -> Region:
+        measured = self._region
+        head = [curve.rows[-1] for curve in self.fit.curves if curve.operator in ("head", "gemm")]
+        return Region(
+            rows=int(min(self.reach)),
+            sampled=int(max(head, default=0)),
+            tokens=measured.get("tokens", 0),
+            prefix=measured.get("prefix", 0),
+            decodes=measured.get("decodes", 0),
+            context=measured.get("context", 0),
+            composed=tuple(self.composed),
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "device_fit": dict(self.fit.provenance),
+            "model": self.spec.summary(),
+            "hardware": self.hardware.summary(),
+            "dtype": self.fit.dtype,
+            "tp": self.tp,
+            "held_out_errors": {key: dict(value) for key, value in self.fit.errors.items()},
+            "profiled": (self.spec.name, self.tp) in self.fit.profiled,
+        }
+
+
+def _send(hardware: Hardware, spec: ModelSpec, pipeline_link: str) -> tuple[float, float]:
+    """(ns, ns per row) of hidden states to the next stage, from the link's specification."""
+    rate = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
+    if rate is None:
+        raise ProfileError(f"gpu {hardware.name}: network_bandwidth is not known, so stages cannot sit on two nodes")
+    constants = Constants()
+    return constants.send_ns, spec.hidden * ELEMENT_BYTES / (rate * constants.link_efficiency / 1e9)

@@ -1,0 +1,289 @@
+"""The fitted cost model: measured operators of one device, composed into one engine, evaluated into dense tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.batch import BatchShape
+from policies.request import Ns
+from profiler.attention_tables import AttentionTables
+from profiler.engine_terms import EngineTerms
+from profiler.errors import ProfileError
+from profiler.shapes import ShapeColumns
+
+Column = NDArray[np.int64]
+RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
+
+MAX_ROWS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """The measured region: largest rows, sampled rows, chunk tokens, prefix, decodes and context.
+
+    composed: why shapes inside these bounds still count as outside: operators that were not measured in this width.
+    """
+
+    rows: int
+    sampled: int
+    tokens: int
+    prefix: int
+    decodes: int
+    context: int
+    composed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What `profiler.compose` hands over: everything that a FittedModel evaluates.
+
+    layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
+    the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
+    """
+
+    name: str
+    layer_split: tuple[int, ...]
+    layer_rows: RowTerms
+    first_rows: RowTerms
+    last_rows: RowTerms
+    sampled: RowTerms
+    attention: AttentionTables
+    region: Region
+    terms: EngineTerms
+    send: tuple[float, float] = (0.0, 0.0)
+    tile: int = 128
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FittedModel:
+    """CostModel of one engine from measured operators.
+
+    Every integer is an operator's time over all layers of a stage, rounded once; sums of them are exact, so breakdowns
+    add up, and the scalar and the vector path, which share tables and operations, agree.
+    """
+
+    kind = "fitted"
+    calibrated = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.name, self.tile = engine.name, engine.tile
+        self.stages = len(engine.layer_split)
+        self._attention = engine.attention
+        self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
+        self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
+        self._sampled_column: Column = np.zeros(0, np.int64)
+        self._sampled_ns: list[int] = []
+        for stage in range(self.stages):
+            self._grow(stage, 2048)
+        self._grow_sampled(256)
+
+    # --- terms by rows -----------------------------------------------------------------------------------------------
+
+    def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
+        """Every term that depends on the rows alone, rounded once each; zero rows cost nothing."""
+        engine, layers = self.engine, self.engine.layer_split[stage]
+        run = engine.terms.padded(rows).astype(np.float64)
+        terms = {name: us * layers for name, us in engine.layer_rows(run).items()}
+        if stage == 0:
+            terms |= engine.first_rows(run)
+        if stage == self.stages - 1:
+            terms |= engine.last_rows(run)
+            if engine.terms.step_us:
+                terms["unexplained"] = np.full(len(rows), engine.terms.step_us)
+        return {name: np.where(rows > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
+
+    def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
+        terms = self.engine.sampled(sampled.astype(np.float64))
+        return {name: np.where(sampled > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
+
+    def _grow(self, stage: int, rows: int) -> None:
+        size = max(rows + 1, 2 * len(self._rows_ns[stage]))
+        column = np.zeros(size, np.int64)
+        for term in self._row_terms(stage, np.arange(size, dtype=np.int64)).values():
+            column += term
+        self._rows_column[stage], self._rows_ns[stage] = column, column.tolist()
+
+    def _grow_sampled(self, sampled: int) -> None:
+        size = max(sampled + 1, 2 * len(self._sampled_ns))
+        column = np.zeros(size, np.int64)
+        for term in self._sampled_terms(np.arange(size, dtype=np.int64)).values():
+            column += term
+        self._sampled_column, self._sampled_ns = column, column.tolist()
+
+    def _reach(self, stage: int, rows: int, sampled: int) -> None:
+        if max(rows, sampled) > MAX_ROWS or min(rows, sampled) < 0:
+            raise ProfileError(f"batch of {rows} rows, {sampled} sampled: expected 0 to {MAX_ROWS}")
+        if rows >= len(self._rows_ns[stage]):
+            self._grow(stage, rows)
+        if sampled >= len(self._sampled_ns):
+            self._grow_sampled(sampled)
+
+    # --- CostModel ---------------------------------------------------------------------------------------------------
+
+    def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
+        """Planning and input preparation before, output handling after; per step and per sequence."""
+        terms = self.engine.terms
+        before = terms.host_before_us + (len(shape[0]) + shape[1]) * terms.host_before_sequence_us
+        after = terms.host_after_us + shape[5] * terms.host_after_sample_us
+        return int(before * 1e3 + 0.5), int(after * 1e3 + 0.5)
+
+    def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
+        """Device time of one stage in ns. The simulator's inner loop; `predict_ns` is its vector twin."""
+        chunks, rows, total, largest, dummy, sampled, executed = shape
+        ns = 0
+        if chunks:
+            attention = self._attention.batch_ns(chunks, rows, total, largest)
+            ns = int(attention * self.engine.layer_split[stage] + 0.5)
+            for tokens, _ in chunks:
+                rows += tokens
+        elif rows:
+            attention = self._attention.decode_ns(rows, total, largest)
+            ns = int(attention * self.engine.layer_split[stage] + 0.5)
+        rows += dummy
+        if executed > rows:
+            rows = executed
+        try:
+            ns += self._rows_ns[stage][rows]
+            if sampled and stage == self.stages - 1:
+                ns += self._sampled_ns[sampled]
+        except IndexError:
+            self._reach(stage, rows, sampled)
+            return self.stage_ns(shape, stage)
+        return ns
+
+    def send_ns(self, shape: BatchShape, stage: int) -> Ns:
+        """Hidden states of every row to the next stage; 0 after the last."""
+        if stage >= self.stages - 1:
+            return 0
+        fixed, per_row = self.engine.send
+        return int(fixed + shape.rows * per_row + 0.5)
+
+    def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
+        """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
+        chunks, decodes, total, largest, dummy, sampled, executed = shape
+        if not decodes:
+            return np.full(steps, self.stage_ns(shape, stage), np.int64)
+        ahead = np.arange(steps, dtype=np.int64)
+        counts = np.full(steps, decodes, np.int64)
+        if chunks:
+            one = np.array(chunks, np.int64)
+            attention = self._attention.batch_ns_of(
+                np.tile(one[:, 0], steps),
+                np.tile(one[:, 1], steps),
+                np.arange(steps + 1, dtype=np.int64) * len(chunks),
+                counts,
+                total + ahead * decodes,
+                largest + ahead,
+            )
+        else:
+            attention = self._attention.decode_ns_of(counts, total + ahead * decodes, largest + ahead)
+        rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
+        return (attention * self.engine.layer_split[stage] + 0.5).astype(np.int64) + rest
+
+    def predict_ns(self, shapes: object, stage: int = 0) -> Column:
+        """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
+        columns = ShapeColumns.of(shapes)
+        if not len(columns):
+            return np.zeros(0, np.int64)
+        rows = columns.rows
+        self._reach(stage, int(rows.max()), int(columns.sampled.max()))
+        ns = self._rows_column[stage][rows]
+        if stage == self.stages - 1:
+            ns = ns + self._sampled_column[columns.sampled]
+        return ns + (self._attention_of(columns) * self.engine.layer_split[stage] + 0.5).astype(np.int64)
+
+    def _attention_of(self, columns: ShapeColumns) -> NDArray[np.float64]:
+        """One layer's attention of every batch, ns; 0 for a batch without any."""
+        attention = np.zeros(len(columns))
+        with_chunks = columns.has_chunks
+        alone = ~with_chunks & (columns.decodes > 0)
+        counts, total, largest = columns.decodes, columns.decode_context_total, columns.decode_context_max
+        if alone.all():
+            return self._attention.decode_ns_of(counts, total, largest)
+        if alone.any():
+            attention[alone] = self._attention.decode_ns_of(counts[alone], total[alone], largest[alone])
+        if with_chunks.any():
+            sizes = np.diff(columns.chunk_offsets)[with_chunks]
+            offsets = np.concatenate([[0], np.cumsum(sizes)])
+            attention[with_chunks] = self._attention.batch_ns_of(
+                columns.chunk_tokens,
+                columns.chunk_prefix,
+                offsets,
+                counts[with_chunks],
+                total[with_chunks],
+                largest[with_chunks],
+            )
+        return attention
+
+    def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
+        """Operators over all stages, host and sends; sums exactly to host_ns + all stage_ns + all send_ns."""
+        before, after = self.host_ns(shape)
+        parts: dict[str, int] = {"host_before": before}
+        rows = np.array([shape.rows], np.int64)
+        for stage, layers in enumerate(self.engine.layer_split):
+            terms = {name: int(column[0]) for name, column in self._row_terms(stage, rows).items()}
+            if shape.chunks or shape.decodes:
+                name = "mixed_attention" if shape.chunks and shape.decodes else "attention"
+                terms[name] = int(self._attention_ns(shape) * layers + 0.5)
+            if stage == self.stages - 1:
+                sampled = self._sampled_terms(np.array([shape.sampled], np.int64))
+                terms |= {name: int(column[0]) for name, column in sampled.items()}
+            terms["send"] = self.send_ns(shape, stage)
+            for name, ns in terms.items():
+                parts[name] = parts.get(name, 0) + ns
+        parts["host_after"] = after
+        return {name: ns for name, ns in parts.items() if ns}
+
+    def _attention_ns(self, shape: BatchShape) -> float:
+        chunks, decodes, total, largest, *_ = shape
+        if chunks:
+            return self._attention.batch_ns(chunks, decodes, total, largest)
+        return self._attention.decode_ns(decodes, total, largest) if decodes else 0.0
+
+    def inside(self, shape: BatchShape) -> bool:
+        """Whether every operator was measured in this width and the shape lies within the measured bounds."""
+        region = self.engine.region
+        return (
+            not region.composed
+            and shape.rows <= region.rows
+            and shape.sampled <= region.sampled
+            and shape.decodes <= region.decodes
+            and shape.decode_context_max <= region.context
+            and all(tokens <= region.tokens and prefix <= region.prefix for tokens, prefix in shape.chunks)
+        )
+
+    def provenance(self) -> Mapping[str, object]:
+        engine = self.engine
+        return {
+            "kind": self.kind,
+            "calibrated": self.calibrated,
+            "name": self.name,
+            "layer_split": list(engine.layer_split),
+            "tile": self.tile,
+            "terms": asdict(engine.terms),
+            "region": asdict(engine.region),
+            **engine.provenance,
+        }
+
+
+def find_fitted(gpu: str) -> Any:
+    """Path of the fitted model that ships for a GPU of the hardware table, or None."""
+    from profiler.model_file import shipped
+
+    return shipped(gpu)
+
+
+def load_fitted(path: Any, spec: Any, hardware: Any, **engine: Any) -> FittedModel:
+    """Read a model file and compose it into a cost model of `spec` (a ModelSpec); see `profiler.compose.compose`."""
+    from profiler.compose import compose
+    from profiler.model_file import read_model
+
+    return compose(read_model(path), spec, hardware, **engine)
+
+

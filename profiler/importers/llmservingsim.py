@@ -1,0 +1,176 @@
+"""LLMServingSim's profiles of vLLM kernels: HARDWARE/MODEL/meta.yaml and tpN/{dense,per_sequence,attention,skew}.csv.
+
+Traps: times are microseconds of one layer (skew.csv: of `measurement_iterations` runs in a row, three in all known
+files, found here by comparing with attention.csv); `layernorm` runs twice a layer; attention.csv is a grid of *mixed*
+batches: one chunk of `prefill_chunk` tokens on `kv_prefill` cached ones, beside `n_decode` decodes of `kv_decode` each.
+Kernels were measured eagerly; the attention time includes writing the new keys and values.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profiler.errors import ProfileError
+from profiler.importers.tables import read_csv
+from profiler.profile import Profile, make_profile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.model_spec import ModelSpec
+
+_DENSE = {
+    "embedding": "embedding",
+    "layernorm": "norm",
+    "qkv_proj": "qkv",
+    "rotary_emb": "rotary",
+    "o_proj": "attention_out",
+    "gate_up_proj": "ffn_up",
+    "act_fn": "activation",
+    "down_proj": "ffn_down",
+    "final_layernorm": "final_norm",
+}
+_PER_SEQUENCE = {"lm_head": "head", "sampler": "sampler"}
+
+
+def read(path: Path, tensor_parallel: int | None = None, model: str | None = None) -> Profile:
+    """Profile of one hardware and model folder (or of one of its tpN folders): all degrees, or the one asked for."""
+    import pandas as pd
+
+    folder, degrees = _degrees(path, tensor_parallel)
+    meta = _meta(folder / "meta.yaml")
+    device = meta.get("gpu") or meta.get("hardware") or folder.parent.name
+    spec = _spec(model or meta.get("model") or folder.name)
+    parts = [_one_degree(folder / f"tp{tp}", spec, tp) for tp in degrees]
+    table = pd.concat(parts, ignore_index=True)
+    table["device"], table["model"], table["dtype"] = device, spec.name, "bfloat16"
+    table["backend"] = f"vllm {meta.get('vllm_version', 'unknown')} eager"
+    provenance = {
+        "source": "LLMServingSim",
+        "licence": "MIT, casys-kaist/LLMServingSim",
+        "device": device,
+        "model": spec.name,
+        "measured": "vLLM kernels, eager, one layer",
+        **{key: meta[key] for key in ("vllm_version", "cuda_version", "profiled_at") if key in meta},
+    }
+    return make_profile(table, provenance, str(folder))
+
+
+def _degrees(path: Path, wanted: int | None) -> tuple[Path, list[int]]:
+    match = re.fullmatch(r"tp(\d+)", path.name)
+    if match:
+        return path.parent, [int(match[1])]
+    found = sorted(int(entry.name[2:]) for entry in path.glob("tp*") if re.fullmatch(r"tp\d+", entry.name))
+    if wanted is not None:
+        found = [tp for tp in found if tp == wanted]
+    if not found:
+        raise ProfileError(f"{path}: no tpN folder{f' for tp {wanted}' if wanted else ''}, expected e.g. {path}/tp1")
+    return path, found
+
+
+def _meta(path: Path) -> dict[str, str]:
+    """Top-level `key: value` lines of meta.yaml; deeper levels are not needed (and YAML is no dependency)."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    pairs = (re.match(r"(\w+):\s+(\S.*)", line) for line in lines)
+    return {pair[1]: pair[2].strip().strip("'\"") for pair in pairs if pair}
+
+
+def _spec(name: str) -> ModelSpec:
+    from profiler.model_config import load_model_spec
+
+    return load_model_spec(name)
+
+
+def _one_degree(folder: Path, spec: ModelSpec, tp: int) -> pd.DataFrame:
+    import pandas as pd
+
+    heads = {"heads": spec.heads // tp, "kv_heads": spec.kv_heads_per_device(tp), "head_dim": spec.head_dim}
+    parts = [_dense(folder, spec, tp), _attention(folder, heads), _skew(folder, heads)]
+    table = pd.concat(parts, ignore_index=True)
+    table["tensor_parallel"] = tp
+    return table
+
+
+def operator_width(operator: str, spec: ModelSpec, tp: int) -> tuple[int, int]:
+    """(n, k) of an operator of a model on one of `tp` devices: what the profile's shape columns hold."""
+    gemms = {gemm.name: (gemm.n, gemm.k) for gemm in (*spec.gemms(tp), spec.head_gemm(tp))}
+    widths = {
+        "activation": spec.intermediate // tp * (2 if spec.gated else 1),
+        "rotary": spec.q_size // tp + spec.kv_heads_per_device(tp) * spec.head_dim,
+        "sampler": spec.vocab,
+    }
+    return gemms.get(operator) or (widths.get(operator, spec.hidden), 0)
+
+
+def _dense(folder: Path, spec: ModelSpec, tp: int) -> pd.DataFrame:
+    import pandas as pd
+
+    dense = read_csv(folder / "dense.csv", ["tokens", "time_us"], ["layer"]).rename(columns={"tokens": "rows"})
+    heads = read_csv(folder / "per_sequence.csv", ["sequences", "time_us"], ["layer"])
+    table = pd.concat([dense, heads.rename(columns={"sequences": "rows"})], ignore_index=True)
+    names = {**_DENSE, **_PER_SEQUENCE}
+    unknown = sorted(set(table["layer"]) - set(names))
+    if unknown:
+        raise ProfileError(f"{folder}/dense.csv: layer: found {unknown[0]!r}, expected one of {', '.join(names)}")
+    operators = table["layer"].map(names)
+    widths = {name: operator_width(name, spec, tp) for name in operators.unique()}
+    return pd.DataFrame(
+        {
+            "operator": operators,
+            "rows": table["rows"],
+            "n": [widths[name][0] for name in operators],
+            "k": [widths[name][1] for name in operators],
+            "repeats": 3,
+            "median_s": table["time_us"] * 1e-6,
+        }
+    )
+
+
+def _attention(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
+    columns = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
+    grid = read_csv(folder / "attention.csv", columns)
+    return _batches(grid, heads, grid["kv_decode"] * grid["n_decode"], grid["kv_decode"], grid["time_us"] * 1e-6)
+
+
+def _skew(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
+    """Decodes of two lengths: `nb` of `n` have kv_big tokens, the others kvs. Their even twins are left out."""
+    import pandas as pd
+
+    numbers = ["n", "nb", "pc", "kp", "kvs", "kv_big", "t_max_us", "t_skew_us"]
+    skew = read_csv(folder / "skew.csv", numbers, optional=True)
+    if not len(skew):
+        return pd.DataFrame()
+    skew = skew.rename(columns={"pc": "prefill_chunk", "kp": "kv_prefill", "n": "n_decode"})
+    runs = _runs_in_a_row(skew, read_csv(folder / "attention.csv", [*_GRID, "kv_decode", "time_us"]))
+    total = skew["nb"] * skew["kv_big"] + (skew["n_decode"] - skew["nb"]) * skew["kvs"]
+    return _batches(skew, heads, total, skew["kv_big"], skew["t_skew_us"] * (1e-6 / runs))
+
+
+_GRID = ["prefill_chunk", "kv_prefill", "n_decode"]
+
+
+def _runs_in_a_row(skew: pd.DataFrame, grid: pd.DataFrame) -> int:
+    """How many runs one time of skew.csv covers: its all-long batches are points of the grid too."""
+    both = skew.merge(grid, left_on=[*_GRID, "kv_big"], right_on=[*_GRID, "kv_decode"])
+    if not len(both):
+        raise ProfileError("skew.csv: no batch in common with attention.csv, so its unit cannot be told")
+    ratio = float((both["t_max_us"] / both["time_us"]).median())
+    if abs(ratio - round(ratio)) > 0.1 * ratio or round(ratio) < 1:
+        raise ProfileError(f"skew.csv: found times {ratio:.2f} x those of attention.csv, expected a whole number")
+    return round(ratio)
+
+
+def _batches(grid: pd.DataFrame, heads: dict[str, int], total: Any, largest: Any, seconds: Any) -> pd.DataFrame:
+    import pandas as pd
+
+    tokens, prefix = grid["prefill_chunk"].astype(int), grid["kv_prefill"].astype(int)
+    decodes = grid["n_decode"]
+    chunks = [f"{t}:{p}" if t else "" for t, p in zip(tokens, prefix, strict=True)]
+    table = pd.DataFrame({"operator": "attention", "rows": tokens + decodes, **heads, "chunks": chunks, "repeats": 3})
+    table["decodes"], table["decode_context_total"] = decodes, total.where(decodes > 0, 0)
+    table["decode_context_max"], table["median_s"] = largest.where(decodes > 0, 0), seconds
+    return table
