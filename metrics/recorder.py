@@ -166,7 +166,7 @@ class Recorder:
         host_after_ns: Ns,
         inside: Sequence[bool] | bool,
     ) -> None:
-        """A `leap` on one stage in which each iteration is planned when the one before it ends, the first at planned_ns.
+        """A `leap` on one stage; each iteration is planned when the one before it ends, the first at planned_ns.
 
         Whatever is not host time is device time, so the ends say it all.
         """

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpy import Environment
-
 from metrics import Recorder
 from policies import Policy, Request, Scheduler, Track, make_policy, make_scheduler
 from profiler import load_cost_model, load_hardware, load_model_spec
 from profiler.capacity import plan_memory
 from profiler.cost_model import CostModel
 from simulator.arrivals import Arrivals
+from simulator.clock import VirtualTime
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica import Replica
@@ -142,7 +141,7 @@ def replay(
 
 def simulate(trace: Trace, engine: Engine, recorder: Recorder, progress: Progress | None = None) -> Replica:
     """Run one replica over a trace until every request has ended; records go to `recorder`."""
-    env = Environment()
+    env = VirtualTime()
     total = len(trace)
     every = max(1, total // 200)
     ended = 0
