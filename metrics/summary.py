@@ -19,6 +19,7 @@ from metrics.columns import STATUSES, MetricsError, to_ns
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
 from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
+from metrics.steady_state import steady_state
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.utilisation import Work, share_of_peak, work_per_iteration
@@ -43,7 +44,8 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of a run.
 
-    warmup: left out of the statistics: a number of requests (in order of arrival), or seconds as "30s".
+    warmup: left out of the statistics: a number of requests (in order of arrival), seconds as "30s", or "auto" for
+        where `metrics.steady_state` finds that the run has settled.
     slo: such as `ttft_p99=2,tbt_p99=0.2`, or one per SLO class (column `slo` of the requests).
     peaks: peak_flops, peak_bytes_per_s (of one device) and devices, for MFU and MBU.
     model_flops, model_bytes: work per iteration, see `metrics.utilisation`.
@@ -56,6 +58,10 @@ def summarise(
     requests = _requests(run)
     tokens = TokenTimes(run)
     _nobody_lost_a_token(requests, tokens)
+    steady = steady_state(run)
+    if warmup == "auto":
+        # Where no steady part was found nothing is left out: `overloaded` says why.
+        warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
     start_s, measured = _window(requests, warmup)
     warmup_requests = len(measured) - int(measured.sum())
     if wanted is not None:
@@ -75,6 +81,8 @@ def summarise(
         window_start_s=start_s,
         window_end_s=end_s,
         duration_s=end_s - start_s,
+        overloaded=steady.overloaded,
+        load=steady.load if steady.overloaded else None,
     )
     summary.update(_latencies(own, tokens, finished))
     summary.update(_stalls(tokens, finished, stall_bound_s))

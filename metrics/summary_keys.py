@@ -45,6 +45,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "window_start_s": "start of the measured window: end of the warm-up, or the first arrival",
     "window_end_s": "end of the measured window: the last end of any request",
     "duration_s": "length of the measured window",
+    "overloaded": "the queueing delay grows without end: more arrives than is served",
+    "load": "arrivals over service as that growth implies it (null unless overloaded)",
     **_families(),
     "stall_bound_s": "a TBT above this is a stall",
     "stalls": "stalls of measured, finished requests",

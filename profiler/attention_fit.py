@@ -1,13 +1,14 @@
 """Attention of one head layout on one device: two laws, what they miss on grids, and what uneven contexts add.
 
-`fit_attention` reads a profile's attention rows. Grids are kept over the coordinates that were measured, so a fit repeats
-its profile at the nodes, and the laws only have to carry it from one node to the next.
+`fit_attention` reads a profile's attention rows. Grids are kept over the coordinates that were measured, so a fit
+repeats its profile at the nodes, and the laws only have to carry it from one node to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,8 +41,10 @@ class AttentionFit:
     batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context),
     "prefill" over (tokens, prefix), "mixed" over (tokens, prefix, decodes, context). A grid that was not measured is
     absent; mixed batches are then the chunk plus what the law says the decodes add to it.
-    uneven_decode: (decodes, share): a decode-only batch costs 1 + share * (longest / mean - 1) times its even twin.
-    uneven_token_us: what each token costs by which the longest context beats both the mean and the chunk's own end.
+    uneven_decode: (decodes, us): what each token costs by which the longest context of a decode-only batch beats the
+        mean. Next to nothing while few sequences are split over the processors, see `SPLIT_BELOW`.
+    uneven_token_us: the same beside a chunk: per token by which the longest context beats both the mean and the
+        chunk's own end.
     region: largest measured tokens, prefix, decodes, context.
     """
 
@@ -87,8 +90,8 @@ class AttentionFit:
                     found.append(lattice.axes[index])
         return np.unique(np.concatenate(found))
 
-    def uneven_share(self, decodes: ArrayLike) -> Array:
-        """The share of `uneven_decode` for any number of decodes (interpolated over its logarithm)."""
+    def uneven_decode_us(self, decodes: ArrayLike) -> Array:
+        """Microseconds per token of `uneven_decode` for any number of decodes (straight lines over its logarithm)."""
         if not self.uneven_decode:
             return np.zeros(np.shape(decodes))
         knots = np.array(self.uneven_decode)
@@ -165,25 +168,45 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     return replace(fit, batch_law=law, misses=misses)
 
 
+SPLIT_BELOW = 0.8
+"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
+blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
+
+
 def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     """How much longer than their even twins uneven batches take; the twin is the fit's own prediction of it."""
     alone = rows[rows["tokens"] == 0]
-    shares = []
+    slopes: list[tuple[float, float]] = []
     for decodes, group in alone.groupby("decodes"):
-        excess = group["us"] / fit.decode_us(group["decodes"], group["context"]) - 1
-        spread = group["longest"] / group["context"] - 1
-        shares.append((float(decodes), max(0.0, float((excess * spread).sum() / (spread**2).sum()))))
+        excess = (group["us"] - fit.decode_us(group["decodes"], group["context"])).to_numpy(float)
+        beyond = (group["longest"] - group["context"]).to_numpy(float)
+        weight = 1.0 / group["us"].to_numpy(float)
+        slopes.append((float(decodes), max(0.0, _slope(beyond * weight, excess * weight))))
     mixed = rows[rows["tokens"] > 0]
     slope = 0.0
     if len(mixed):
         us = mixed["us"].to_numpy(float)
         even = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
         end = mixed["tokens"] + mixed["prefix"]
-        excess = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
-        x, y = excess / us, (us - even) / us
-        use = (x > 0) & (np.abs(y) < 0.7)
-        slope = max(0.0, float((x[use] * y[use]).sum() / max((x[use] ** 2).sum(), 1e-30)))
-    return replace(fit, uneven_decode=tuple(shares), uneven_token_us=slope)
+        beyond = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
+        use = (beyond > 0) & (np.abs(us - even) < 0.7 * us)
+        slope = max(0.0, _slope((beyond / us)[use], ((us - even) / us)[use]))
+    return replace(fit, uneven_decode=_with_split(slopes, fit), uneven_token_us=slope)
+
+
+def _slope(x: Array, y: Array) -> float:
+    """Least squares through the origin."""
+    return float((x * y).sum() / max(float((x * x).sum()), 1e-30))
+
+
+def _with_split(slopes: list[tuple[float, float]], fit: AttentionFit) -> tuple[tuple[float, float], ...]:
+    """Two more knots where the kernel stops splitting, if that lies between a small and a large measured slope."""
+    last_split = np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads) - 1
+    for (below, low), (above, high) in pairwise(slopes):
+        if below < last_split < above - 1 and high > 2 * low:
+            slopes = sorted([*slopes, (last_split, low), (last_split + 1, high)])
+            break
+    return tuple((n, round(us, 9)) for n, us in slopes)
 
 
 GEOMETRIC = 8

@@ -1,10 +1,10 @@
 """What an attention kernel costs, as physics: thread blocks dealt to processors in waves, and bytes through memory.
 
 A kernel with queries longer than one token starts one thread block per head and per 64 query rows; a block walks the
-context 128 tokens at a time, and a decode beside it is a block with one useful row. So a batch costs its total work over
-all processors, joined with the longest block that nothing can share (`batch_us`). Decodes alone split their context over
-processors and stream it (`decode_us`). The laws have a handful of coefficients, each a time; what they miss is kept
-beside them on a grid (`profiler.attention_fit`), and where nothing was measured they stand alone.
+context 128 tokens at a time, and a decode beside it is a block with one useful row. So a batch costs its total work
+over all processors, joined with the longest block that nothing can share (`batch_us`). Decodes alone split their
+context over processors and stream it (`decode_us`). The laws have a handful of coefficients, each a time; what they
+miss is kept beside them on a grid (`profiler.attention_fit`), and where nothing was measured they stand alone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike) -> tuple[Array, Array]:
     """(thread blocks, context steps) of one chunk and one head; steps counted per block and rounded up."""
     tokens, prefix = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
     blocks = np.ceil(tokens / QUERY_ROWS)
-    # Every second block of 64 rows reaches a new step of 128, so the sum of ceil() is the smooth sum and half a step each.
+    # Every second block of 64 rows reaches a new step of 128: the sum of ceil() is the smooth sum and half a step each.
     mean_end = prefix + np.minimum(tokens, QUERY_ROWS) + (tokens - np.minimum(tokens, QUERY_ROWS)) / 2
     exact = np.ceil((prefix + tokens) / CONTEXT_STEP)
     steps = np.where(blocks <= 1, exact * blocks, blocks * (mean_end / CONTEXT_STEP + 0.25))

@@ -40,7 +40,7 @@ class AttentionSource(Protocol):
 
     def batch_us(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array: ...
 
-    def uneven_share(self, decodes: ArrayLike) -> Array: ...
+    def uneven_decode_us(self, decodes: ArrayLike) -> Array: ...
 
     def knots(self, axis: str) -> ArrayLike: ...
 
@@ -87,7 +87,7 @@ class AttentionTables:
         self._decode_slope = np.concatenate([slope, slope[:, -1:]], axis=1)
         self._decode_base = value - self._decode_slope * self.contexts.knots
         self._decode_row = len(self.contexts.knots)
-        self._share = source.uneven_share(np.maximum(counts, 1)) * (1.0 if uneven else 0.0)
+        self._beyond = source.uneven_decode_us(np.maximum(counts, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
         self._chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
@@ -108,7 +108,7 @@ class AttentionTables:
         """Python lists of the same numbers: indexing them is several times cheaper than indexing arrays."""
         self._base_list: list[float] = self._decode_base.reshape(-1).tolist()
         self._slope_list: list[float] = self._decode_slope.reshape(-1).tolist()
-        self._share_list: list[float] = self._share.tolist()
+        self._beyond_list: list[float] = self._beyond.tolist()
         self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
         self._mixed_list: list[float] = self._mixed.tolist()
 
@@ -128,7 +128,7 @@ class AttentionTables:
         at = row * self._decode_row + cell
         ns = self._base_list[at] + self._slope_list[at] * mean
         if largest > mean:
-            ns = ns * (1.0 + self._share_list[row] * (largest / (mean if mean > 1.0 else 1.0) - 1.0))
+            ns = ns + self._beyond_list[row] * (largest - mean)
         return ns if decodes <= DECODE_LIMIT else ns * (decodes / DECODE_LIMIT)
 
     def chunk_ns(self, tokens: int, prefix: int) -> float:
@@ -229,8 +229,7 @@ class AttentionTables:
         cell = self.contexts.cell[np.minimum(mean, self.contexts.last).astype(np.int64)]
         row = np.minimum(decodes, DECODE_LIMIT)
         ns = self._decode_base[row, cell] + self._decode_slope[row, cell] * mean
-        uneven = 1.0 + self._share[row] * (largest / np.maximum(mean, 1.0) - 1.0)
-        ns = np.where(largest > mean, ns * uneven, ns)
+        ns = np.where(largest > mean, ns + self._beyond[row] * (largest - mean), ns)
         return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
 
     def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:

@@ -1,8 +1,8 @@
 """A device's measured operators and a model's shape, put together: the cost model of any dense model on that device.
 
 A model that was profiled itself finds every operator in its own width. For any other, GEMMs and attention come from the
-nearest measured ones (`profiler.gemm_fit`, `profiler.attention_transfer`), norms and activations by their bytes, and the
-result says which operators are composed, so that nothing counts as inside the measured region that is not.
+nearest measured ones (`profiler.gemm_fit`, `profiler.attention_transfer`), norms and activations by their bytes, and
+the result says which operators are composed, so that nothing counts as inside the measured region that is not.
 """
 
 from __future__ import annotations

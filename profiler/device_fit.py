@@ -31,8 +31,8 @@ class Collective:
 class DeviceFit:
     """Everything fitted from one profile.
 
-    gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled: the
-    models that were measured themselves, as (model, tensor_parallel). errors: held-out errors by operator (see
+    gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
+    the models that were measured themselves, as (model, tensor_parallel). errors: held-out errors by operator (see
     `profiler.holdout`). noise: relative spread of repeats by operator.
     """
 

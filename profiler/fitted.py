@@ -166,7 +166,7 @@ class FittedModel:
 
     def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
         """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
-        chunks, decodes, total, largest, dummy, sampled, executed = shape
+        chunks, decodes, total, largest, _, sampled, executed = shape
         if not decodes:
             return np.full(steps, self.stage_ns(shape, stage), np.int64)
         ahead = np.arange(steps, dtype=np.int64)
@@ -285,5 +285,3 @@ def load_fitted(path: Any, spec: Any, hardware: Any, **engine: Any) -> FittedMod
     from profiler.model_file import read_model
 
     return compose(read_model(path), spec, hardware, **engine)
-
-

@@ -35,8 +35,8 @@ class Lattice:
     def from_points(cls, columns: Sequence[ArrayLike], values: ArrayLike, fill_order: Sequence[int] = ()) -> Lattice:
         """Nodes at every coordinate seen; repeated points are averaged (median), holes filled along `fill_order`.
 
-        columns: one coordinate column an axis. Holes are filled by linear interpolation along one axis after another (the
-        last axis first unless said otherwise), and by the nearest known node beyond the ends.
+        columns: one coordinate column an axis. Holes are filled by linear interpolation along one axis after another
+        (the last axis first unless said otherwise), and by the nearest known node beyond the ends.
         """
         coordinates = [np.asarray(column, float) for column in columns]
         axes = [np.unique(column) for column in coordinates]

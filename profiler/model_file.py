@@ -261,7 +261,7 @@ def _attention(entry: _Entry, arrays: Mapping[str, Array]) -> AttentionFit:
         batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
         decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
         misses=misses,
-        uneven_decode=_shares(entry),
+        uneven_decode=_slopes(entry),
         uneven_token_us=entry.number("uneven_token_us", 0, 1e3),
         region={key: region.count(key) for key in _REGION},
     )
@@ -272,12 +272,12 @@ def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, float]
     return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
 
 
-def _shares(entry: _Entry) -> tuple[tuple[float, float], ...]:
-    shares = entry.pairs("uneven_decode", lambda pair: (float(pair[0]), float(pair[1])))
-    numbers = [pair[0] for pair in shares]
-    if numbers != sorted(set(numbers)) or not all(n >= 1 and 0 <= s <= 10 and math.isfinite(n) for n, s in shares):
-        entry.fail("uneven_decode", shares, "ascending decodes, shares from 0 to 10")
-    return shares
+def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:
+    slopes = entry.pairs("uneven_decode", lambda pair: (float(pair[0]), float(pair[1])))
+    numbers = [pair[0] for pair in slopes]
+    if numbers != sorted(set(numbers)) or not all(n >= 1 and 0 <= us <= 1e3 and math.isfinite(n) for n, us in slopes):
+        entry.fail("uneven_decode", slopes, "ascending decodes, microseconds from 0 to 1000")
+    return slopes
 
 
 def _lattice(entry: _Entry, dimensions: int, arrays: Mapping[str, Array]) -> Lattice:

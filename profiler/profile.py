@@ -78,10 +78,10 @@ COLUMNS = (
 )
 """Columns in file order.
 
-rows: rows of the operator's input (tokens, or sampled rows for head and sampler). n, k: width out and in of a GEMM, of a
-norm or activation (n elements read a row). chunks: prefill chunks as text, see `chunk_text`. decode_context_*: contexts
-before the step, as in `BatchShape`. bytes: message size of all_reduce and send. repeats: measurements behind the row, 0
-where unknown. min_s, max_s: NaN where unknown. A shape column that does not apply is 0, a text column empty.
+rows: rows of the operator's input (tokens, or sampled rows for head and sampler). n, k: width out and in of a GEMM, of
+a norm or activation (n elements read a row). chunks: prefill chunks as text, see `chunk_text`. decode_context_*:
+contexts before the step, as in `BatchShape`. bytes: message size of all_reduce and send. repeats: measurements behind
+the row, 0 where unknown. min_s, max_s: NaN where unknown. A shape column that does not apply is 0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d+):(\d+)(?:x(\d+))?\Z")
@@ -153,7 +153,8 @@ def make_profile(table: pd.DataFrame, provenance: Mapping[str, Any], where: str 
     if not len(table):
         raise ProfileError(f"{where}: no rows, expected at least one measurement")
     for column in TEXT_COLUMNS:
-        table[column] = table[column].fillna("").astype(str) if column in table else ""
+        texts = table[column].astype(object) if column in table else pd.Series("", index=table.index)
+        table[column] = texts.where(texts.notna(), "").astype(str)
     for column in COUNT_COLUMNS:
         default = 1 if column == "tensor_parallel" else 0
         if column not in table:
@@ -188,7 +189,7 @@ def _reject(where: str, table: pd.DataFrame, column: str, bad: Any, expected: st
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Write `.parquet` or `.csv` (provenance in the file: parquet metadata, or a first line `# {json}`), whole or not."""
+    """Write `.parquet` or `.csv` (provenance inside: parquet metadata, or a first line `# {json}`), whole or not."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

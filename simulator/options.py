@@ -79,7 +79,7 @@ OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it
 SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
 Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE)]
 Warmup = Annotated[
-    str | None, _option("--warmup", "Requests (100) or seconds (30s) left out of the statistics.", OUTPUT)
+    str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
 ]
 Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]

@@ -192,11 +192,6 @@ def _finish(trace: Trace, engine: Engine, recorder: Recorder) -> Run:
     tables = recorder.tables()
     tables.config = run_config(trace, engine)
     config = engine.config
-    summary = summarise(tables, warmup=_warmup(config.warmup), slo=config.slo)
+    summary = summarise(tables, warmup=config.warmup or 0, slo=config.slo)
     return Run(tables, tables.config, summary, list(trace.notes))
 
-
-def _warmup(text: str | None) -> int | str:
-    if text is None:
-        return 0
-    return int(text) if text.isdigit() else text

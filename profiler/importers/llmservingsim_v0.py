@@ -1,9 +1,9 @@
 """LLMServingSim's first profile form: tpN/{layers,attention}.csv, one FlashAttention call or one layer's kernel a row.
 
 Traps: layers.csv is nanoseconds, attention.csv milliseconds; attention's kv_cache_size counts the whole batch, not a
-request (a batch of 2 at 1024 costs what a batch of 1 costs at 512), and for prefill it includes the chunk itself; decode
-rows with less than 16 tokens of context a request measured an empty launch; q, k and v, and gate and up, are separate.
-The `attn` rows of layers.csv repeat attention.csv without a prefix.
+request (a batch of 2 at 1024 costs what a batch of 1 costs at 512), and for prefill it includes the chunk itself;
+decode rows with less than 16 tokens of context a request measured an empty launch; q, k and v, and gate and up, are
+separate. The `attn` rows of layers.csv repeat attention.csv without a prefix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _LEFT_OUT = {"v_proj", "up_proj", "attn", "post_layernorm"}
 LEAST_CONTEXT = 16
 
 
-def read(path: Path, tensor_parallel: int | None = None, model: str | None = None, device: str | None = None) -> Profile:
+def read(
+    path: Path, tensor_parallel: int | None = None, model: str | None = None, device: str | None = None
+) -> Profile:
     """Profile of HARDWARE/ORGANISATION/MODEL (or one of its tpN folders); the device is the HARDWARE folder's name."""
     import pandas as pd
 

@@ -53,7 +53,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": "roofline tiny",
         "calibrated": False,
         "requests": 4, "finished": 3, "rejected": 1, "failed": 0, "aborted": 0, "warmup_requests": 0, "measured": 4,
-        "measured_finished": 3, "window_start_s": 0, "window_end_s": 8, "duration_s": 8,
+        "measured_finished": 3, "window_start_s": 0, "window_end_s": 8, "duration_s": 8, "overloaded": False, "load": None,
         "stall_bound_s": 1.5, "stalls": 2, "stall_s_total": 6, "stall_s_longest": 4, "stalled_requests": 2,
         "requests_per_s": 3 / 8, "output_tokens_per_s": 7 / 8, "total_tokens_per_s": 25 / 8,
         # R0 meets it; R1's own P99 TBT is 3.97; R2's TTFT is 5; the rejected one counts as missed.

@@ -1,0 +1,64 @@
+"""`python -m profiler import | fit`: other projects' measurements to profiles, profiles to fitted models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from profiler.errors import ProfileError
+
+
+def register(app: typer.Typer) -> None:
+    app.command(name="import")(import_command)
+    app.command(name="fit")(fit_command)
+
+
+def import_command(
+    kind: Annotated[str, typer.Argument(help="llmservingsim, llmservingsim-v0, aiconfigurator, vidur, ...")],
+    path: Annotated[Path, typer.Argument(help="folder or file of that project")],
+    out: Annotated[Path, typer.Option("--out", help="profile to write, .parquet or .csv")],
+    tensor_parallel: Annotated[int | None, typer.Option("--tp", help="only this degree")] = None,
+) -> None:
+    """Turn another project's measurements into a profile."""
+    from profiler.importers import import_profile
+    from profiler.profile import write_profile
+
+    options = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
+    profile = import_profile(kind, path, **options)
+    write_profile(profile, out)
+    counts = profile.table["operator"].value_counts()
+    print(f"{out}: {len(profile.table)} measurements on {profile.table['device'].iloc[0]}")
+    print("  " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+
+
+def fit_command(
+    profile: Annotated[Path, typer.Argument(help="profile (.parquet or .csv) of one device")],
+    out: Annotated[Path, typer.Option("--out", help="model file to write (.json; arrays beside it)")],
+    gpu: Annotated[str | None, typer.Option(help="name in the hardware table; found from the device name")] = None,
+) -> None:
+    """Fit a profile into a model file that `--cost-model` takes."""
+    from profiler.device_fit import fit_device
+    from profiler.hardware import load_hardware
+    from profiler.model_file import write_model
+    from profiler.profile import read_profile
+
+    table = read_profile(profile)
+    device = str(table.table["device"].iloc[0])
+    try:
+        hardware = load_hardware(gpu or gpu_name(device))
+    except ProfileError as error:
+        raise ProfileError(f"{profile}: device {device!r}: {error}; name it with --gpu") from None
+    fit = fit_device(table, hardware)
+    write_model(fit, out)
+    print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {len(fit.attention)} attention layouts")
+
+
+def gpu_name(device: str) -> str:
+    """The hardware table's name for a device as its driver spells it ("NVIDIA H100 80GB HBM3" -> "h100")."""
+    text = device.lower().replace("nvidia", "").replace("geforce", "").replace("-", " ")
+    words = [word for word in text.split() if word not in ("server", "edition", "blackwell", "hbm3", "sxm", "sxm4")]
+    if "a100" in words:
+        return "a100-40gb" if any(word.startswith("40gb") for word in words) else "a100"
+    return "".join(word for word in words if not word.endswith("gb"))

@@ -1,0 +1,256 @@
+"""The fitted cost model: measured points come back, paths agree, files from strangers do no harm."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.batch import BatchShape
+from profiler.compose import compose
+from profiler.cost_model import CostModel
+from profiler.device_fit import DeviceFit, fit_device
+from profiler.engine_terms import EngineTerms
+from profiler.errors import ProfileError
+from profiler.fitted import FittedModel, find_fitted
+from profiler.hardware import load_hardware
+from profiler.importers import import_profile
+from profiler.load import load_cost_model
+from profiler.model_config import load_model_spec
+from profiler.model_file import read_model, write_model
+from profiler.shapes import ShapeColumns
+
+DATA = Path(__file__).parents[3] / "shared/data/profiles"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
+PLAIN = EngineTerms(graph_padding=False, uneven_contexts=False, compiled=False)
+
+
+@cache
+def shipped(gpu: str = "rtx4090") -> DeviceFit:
+    path = find_fitted(gpu)
+    assert path is not None
+    return read_model(path)
+
+
+@cache
+def model(gpu: str = "rtx4090", terms: EngineTerms | None = None, pp: int = 1) -> FittedModel:
+    return compose(shipped(gpu), load_model_spec("llama-3.1-8b"), load_hardware(gpu), terms=terms, pp=pp)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> BatchShape:
+    chunks = draw(st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 200_000)), max_size=4))
+    contexts = draw(st.lists(st.integers(0, 150_000), max_size=5))
+    times = draw(st.integers(1, 400)) if contexts else 1
+    decodes = len(contexts) * times
+    return BatchShape(
+        tuple(chunks),
+        decodes,
+        sum(contexts) * times,
+        max(contexts, default=0),
+        draw(st.integers(0, 300)),
+        draw(st.integers(0, 2000)),
+        draw(st.sampled_from([0, 64, 512])),
+    )
+
+
+def test_it_is_a_cost_model_and_says_what_it_rests_on() -> None:
+    fitted = load_cost_model("llama-3.1-8b", "rtx4090")
+    assert isinstance(fitted, CostModel)
+    assert (fitted.kind, fitted.calibrated, fitted.name) == ("fitted", True, "fitted llama-3.1-8b rtx4090 tp1 bfloat16")
+    provenance = json.loads(json.dumps(fitted.provenance()))
+    assert provenance["device_fit"]["licence"].startswith("MIT")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(shapes(), min_size=1, max_size=6), st.sampled_from([1, 3]))
+def test_scalar_vector_and_repeated_forms_give_equal_integers(batch: list[BatchShape], pp: int) -> None:
+    fitted = model(pp=pp)
+    for stage in range(pp):
+        scalar = [fitted.stage_ns(shape, stage) for shape in batch]
+        assert fitted.predict_ns(batch, stage).tolist() == scalar
+        assert fitted.predict_ns(ShapeColumns.of(batch), stage).tolist() == scalar
+        shape = batch[0]
+        later = [
+            shape._replace(
+                decode_context_total=shape.decode_context_total + step * shape.decodes,
+                decode_context_max=shape.decode_context_max + step * (shape.decodes > 0),
+            )
+            for step in range(3)
+        ]
+        assert fitted.repeat_ns(shape, 3, stage).tolist() == [fitted.stage_ns(one, stage) for one in later]
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes(), st.sampled_from([1, 3]))
+def test_a_breakdown_sums_exactly(shape: BatchShape, pp: int) -> None:
+    fitted = model(pp=pp)
+    whole = sum(fitted.host_ns(shape))
+    whole += sum(fitted.stage_ns(shape, stage) + fitted.send_ns(shape, stage) for stage in range(pp))
+    assert sum(fitted.breakdown(shape).values()) == whole
+
+
+@needs_data
+def test_measured_points_come_back() -> None:
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    fitted = compose(
+        fit_device(profile, load_hardware("rtx4090")),
+        load_model_spec("llama-3.1-8b"),
+        load_hardware("rtx4090"),
+        terms=PLAIN,
+    )
+    parts = fitted.breakdown(BatchShape(((512, 2048),), 16, 16384, 1024, 0, 17))
+    # attention.csv: 512,2048,16,1024 -> 353.3 us; dense.csv: 528 tokens (the next measured count) -> 954.693 us.
+    assert parts["mixed_attention"] == pytest.approx(32 * 353.3e3, rel=1e-3)
+    assert parts["ffn_up"] == pytest.approx(32 * 954.693e3, rel=1e-5)
+    assert parts["sampler"] == pytest.approx(32.9803e3 - 3 * (32.9803e3 - 31.519e3) / 4, rel=1e-4)
+    alone = fitted.breakdown(BatchShape((), 64, 64 * 1024, 1024, 0, 64))
+    assert alone["attention"] == pytest.approx(32 * 333.3e3, rel=1e-3)
+
+
+@needs_data
+def test_a_profile_twice_as_slow_predicts_twice_the_time() -> None:
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    hardware, spec = load_hardware("rtx4090"), load_model_spec("llama-3.1-8b")
+    terms = EngineTerms(compiled=False)
+    batch = [BatchShape(((300, 0), (200, 900)), 40, 40_000, 3000, 0, 42), BatchShape((), 7, 7000, 1800, 0, 7)]
+    one, two = (
+        compose(fit_device(table, hardware), spec, hardware, terms=terms).predict_ns(batch)
+        for table in (profile, profile.scaled(2.0))
+    )
+    # The laws are refitted, so equality holds to the precision of the fit's own optimiser.
+    assert two / one == pytest.approx([2.0, 2.0], rel=2e-3)
+
+
+def test_steps_of_gemms_are_kept_and_graphs_pad_to_captured_sizes() -> None:
+    plain, padded = model(terms=PLAIN), model(terms=EngineTerms(uneven_contexts=False))
+
+    def linear(fitted: FittedModel, rows: int) -> int:
+        return fitted.breakdown(BatchShape((), 0, 0, 0, rows, 0))["ffn_up"]
+
+    assert linear(plain, 257) == linear(plain, 272) > 1.5 * linear(plain, 256)
+    assert linear(padded, 33) == linear(padded, 40) == linear(plain, 40)
+    sizes = EngineTerms().padded(np.array([1, 3, 5, 9, 255, 257, 500, 512, 513]))
+    assert sizes.tolist() == [1, 4, 8, 16, 256, 272, 512, 512, 513]
+
+
+def test_a_chunk_beside_decodes_is_not_the_sum_of_both() -> None:
+    fitted = model(terms=PLAIN)
+    both = fitted.breakdown(BatchShape(((2048, 4096),), 16, 16 * 2048, 2048, 0, 17))["mixed_attention"]
+    chunk = fitted.breakdown(BatchShape(((2048, 4096),), 0, 0, 0, 0, 1))["attention"]
+    decodes = fitted.breakdown(BatchShape((), 16, 16 * 2048, 2048, 0, 16))["attention"]
+    assert both != pytest.approx(chunk + decodes, rel=0.02)
+
+
+def test_uneven_contexts_cost_more_once_a_kernel_no_longer_splits_them() -> None:
+    fitted = model()
+    even, uneven = (
+        fitted.stage_ns(BatchShape((), 48, 48 * 1000, largest, 0, 48))
+        - fitted.stage_ns(BatchShape((), 0, 0, 0, 48, 48))
+        for largest in (1000, 4000)
+    )
+    assert uneven > 1.1 * even
+    few = [fitted.stage_ns(BatchShape((), 16, 16 * 1000, largest, 0, 16)) for largest in (1000, 4000)]
+    assert few[1] < 1.02 * few[0]
+
+
+def test_inside_means_every_number_was_reached_by_the_measurement() -> None:
+    fitted = model()
+    assert fitted.inside(BatchShape(((512, 4096),), 100, 100 * 1000, 4000, 0, 101))
+    assert not fitted.inside(BatchShape((), 300, 300 * 100, 100, 0, 300))
+    assert not fitted.inside(BatchShape(((3000, 0),), 0, 0, 0, 0, 1))
+    assert not fitted.inside(BatchShape((), 1, 20_000, 20_000, 0, 1))
+
+
+# --- model files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_file_reads_back_to_equal_predictions(tmp_path: Path) -> None:
+    write_model(shipped(), tmp_path / "m.json")
+    again = compose(read_model(tmp_path / "m.json"), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"))
+    batch = [BatchShape(((300, 0), (200, 900)), 40, 40_000, 3000, 0, 42), BatchShape((), 7, 7000, 1800, 0, 7)]
+    assert again.predict_ns(batch).tolist() == model().predict_ns(batch).tolist()
+
+
+def spoil(tmp_path: Path, change: Any) -> Path:
+    """A copy of the shipped model with its JSON changed."""
+    write_model(shipped(), tmp_path / "m.json")
+    document = json.loads((tmp_path / "m.json").read_text())
+    change(document)
+    (tmp_path / "m.json").write_text(json.dumps(document))
+    return tmp_path / "m.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=99), "version 99"),
+        (lambda d: d["curves"][0].update(rows="../../etc/passwd"), "name of an array"),
+        (lambda d: d["curves"][0].update(n=-5), r"curves\[0\].n"),
+        (lambda d: d["curves"][0].update(us=d["curves"][1]["rows"] + "x"), "name of an array"),
+        (lambda d: d["attention"][0].update(heads=0), "heads"),
+        (lambda d: d["attention"][0]["batch_law"].update(step=1e300), "batch_law.step"),
+        (lambda d: d["attention"][0]["batch_law"].update(step="__import__('os')"), "batch_law.step"),
+        (lambda d: d["attention"][0].update(misses={"decode": {"axes": [], "values": ""}}), "axes"),
+        (lambda d: d.update(curves="x"), "curves"),
+        (lambda d: d.update(arrays_sha256="0" * 64), "does not belong"),
+    ],
+)
+def test_a_changed_model_file_fails_in_one_line(tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=message) as error:
+        read_model(spoil(tmp_path, change))
+    assert "\n" not in str(error.value)
+
+
+def replace_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    import hashlib
+
+    with path.with_suffix(".npz").open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    document = json.loads(path.read_text())
+    document["arrays_sha256"] = hashlib.sha256(path.with_suffix(".npz").read_bytes()).hexdigest()
+    path.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "message"),
+    [
+        (np.array([object()]), "cannot be read as arrays"),
+        (np.array([np.nan], np.float32), "not finite"),
+        (np.array(["x"]), "expected floats"),
+        (np.zeros((2, 2), np.float32), "one dimension|ascending"),
+    ],
+)
+def test_hostile_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, spoiled: Any, message: str) -> None:
+    path = spoil(tmp_path, lambda d: None)
+    with np.load(path.with_suffix(".npz")) as data:
+        arrays = dict(data)
+    arrays["curve0.rows"] = spoiled
+    replace_arrays(path, arrays)
+    with pytest.raises(ProfileError, match=message):
+        read_model(path)
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    import hashlib
+
+    path = spoil(tmp_path, lambda d: None)
+    with zipfile.ZipFile(path.with_suffix(".npz"), "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("curve0.rows.npy", bytes(65 << 20))
+    document = json.loads(path.read_text())
+    document["arrays_sha256"] = hashlib.sha256(path.with_suffix(".npz").read_bytes()).hexdigest()
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match="unpacks to more than"):
+        read_model(path)
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ProfileError, match="found dtype float8, expected bfloat16"):
+        compose(shipped(), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"), dtype="fp8")
