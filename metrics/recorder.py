@@ -52,6 +52,7 @@ class Recorder:
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
         self._requests: list[RequestEvent] = []
+        self._request_parts: list[tuple[Any, Any]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
         self._done = False
 
@@ -246,10 +247,12 @@ class Recorder:
                 cached_tokens, segments, segment_replicas,
             )
         )  # fmt: skip
+        if len(self._requests) >= self._part_rows:
+            self._flush_requests()
 
     def tables(self) -> RunTables:
         """The tables of the run. Ends the recording: a second call raises MetricsError."""
-        from metrics.columnar import request_tables
+        from metrics.columnar import ordered_by_request
         from metrics.tables import RunTables
 
         if self._done:
@@ -257,8 +260,8 @@ class Recorder:
         self._done = True
         self._flush_iterations()
         self._flush_tokens()
-        requests, segments = request_tables(self._requests)
-        self._requests.clear()
+        self._flush_requests()
+        requests, segments = ordered_by_request(self._request_parts)
         return RunTables({"requests": requests, "segments": segments, **self._sink.close()})
 
     def _flush_iterations(self) -> None:
@@ -273,6 +276,13 @@ class Recorder:
         self._rows = self._leapt = 0
         self._sink.write("iterations", iterations)
         self._sink.write("stages", stages)
+
+    def _flush_requests(self) -> None:
+        from metrics.columnar import request_tables
+
+        if self._requests:
+            self._request_parts.append(request_tables(self._requests))
+            self._requests.clear()
 
     def _flush_tokens(self) -> None:
         from metrics.columnar import token_table

@@ -63,7 +63,7 @@ class BlockLedger:
         return -(-tokens // self.block_size)
 
     def cached_tokens(self, track: Track) -> int:
-        return len(self._hits(track)) * self.block_size
+        return max(len(self._hits(track)) * self.block_size, track.computed)
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
         users = self._users
@@ -118,6 +118,11 @@ class BlockLedger:
             self._free.move_to_end(block, last=False)
         track.table = None
         track.blocks = 0
+
+    def forget(self) -> None:
+        self._hash_of.clear()
+        self._blocks_of.clear()
+        self._new_blocks.clear()
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         new, self._new_blocks = self._new_blocks, []

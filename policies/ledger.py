@@ -34,7 +34,8 @@ class KVView(Protocol):
     def blocks_for(self, tokens: int) -> int: ...
 
     def cached_tokens(self, track: Track) -> int:
-        """Tokens of the longest prefix hit: whole blocks, at most `track.known` - 1."""
+        """Tokens that need no prefill: the longest prefix hit (whole blocks), or what was handed over if that is more;
+        at most `track.known` - 1."""
         ...
 
 
@@ -65,6 +66,10 @@ class KVLedger(KVView, Protocol):
         """Take back everything from a track that is in no cohort; its context says how much of it is computed."""
         ...
 
+    def forget(self) -> None:
+        """Forget what free blocks contain: the memory was lost."""
+        ...
+
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         """(request id, table index, block id) handed out since the last call; empty for a counting ledger."""
         ...
@@ -93,7 +98,7 @@ class CountingLedger:
         return -(-tokens // self.block_size)
 
     def cached_tokens(self, track: Track) -> int:
-        return 0
+        return track.computed
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -117,6 +122,9 @@ class CountingLedger:
     def release(self, track: Track) -> None:
         self.free_blocks += track.blocks
         track.blocks = 0
+
+    def forget(self) -> None:
+        return
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         return []

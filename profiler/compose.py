@@ -22,7 +22,7 @@ from profiler.fitted import Engine, FittedModel, Region
 from profiler.hardware import Hardware
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import ModelSpec
-from profiler.roofline import Constants
+from profiler.roofline_constants import RooflineConstants
 
 Array = NDArray[np.float64]
 Curve = Callable[[Array], Array]
@@ -104,7 +104,7 @@ class _Parts:
     def elementwise(self, name: str, width: int, moved: float) -> Curve:
         """A norm, activation or rotary embedding: its own curve, another width's by bytes, or one pass over memory."""
         curve = self.fit.nearest(name, width)
-        constants = Constants()
+        constants = RooflineConstants()
         rate = self.hardware.memory_bandwidth * constants.memory_efficiency * 1e-6
 
         def one_pass(rows: Array) -> Array:
@@ -124,7 +124,7 @@ class _Parts:
             if collective.participants == self.tp:
                 return lambda rows: collective.curve.smooth_us(rows * width)
         self.composed.append("all_reduce")
-        constants, link = Constants(), self.hardware.link
+        constants, link = RooflineConstants(), self.hardware.link
         latency = constants.all_reduce_ns if link.startswith("NVLink") else constants.pcie_all_reduce_ns
         moved = 2.0 * (self.tp - 1) / self.tp * width
         rate = self.hardware.link_bandwidth * constants.link_efficiency * 1e-6
@@ -167,11 +167,12 @@ class _Parts:
         head = self.gemm("head", gemm.n, gemm.k)
         parts: dict[str, Curve] = {"head": head}
         if self.terms.sampler:
-            parts["sampler"] = self.elementwise("sampler", spec.vocab, Constants().sampler_bytes / 2 * spec.vocab)
+            passes = RooflineConstants().sampler_bytes / ELEMENT_BYTES
+            parts["sampler"] = self.elementwise("sampler", spec.vocab, passes * spec.vocab)
         if tp > 1:
             moved = (tp - 1) / tp * spec.vocab * ELEMENT_BYTES
-            rate = self.hardware.link_bandwidth * Constants().link_efficiency * 1e-6
-            parts["gather_logits"] = lambda rows: Constants().all_reduce_ns * 1e-3 + rows * (moved / rate)
+            rate = self.hardware.link_bandwidth * RooflineConstants().link_efficiency * 1e-6
+            parts["gather_logits"] = lambda rows: RooflineConstants().all_reduce_ns * 1e-3 + rows * (moved / rate)
         return lambda rows: {name: curve(rows) for name, curve in parts.items()}
 
     def attention(self) -> Any:
@@ -215,5 +216,5 @@ def _send(hardware: Hardware, spec: ModelSpec, pipeline_link: str) -> tuple[floa
     rate = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
     if rate is None:
         raise ProfileError(f"gpu {hardware.name}: network_bandwidth is not known, so stages cannot sit on two nodes")
-    constants = Constants()
+    constants = RooflineConstants()
     return constants.send_ns, spec.hidden * ELEMENT_BYTES / (rate * constants.link_efficiency / 1e9)

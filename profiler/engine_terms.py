@@ -26,7 +26,7 @@ class EngineTerms:
     kernel_gap_us: idle time between two kernels of a layer (0: the profile's kernels run back to back).
     host_before_us, host_before_sequence_us: planning and input preparation, per step and per sequence (hidden when
         planning runs ahead). host_after_us, host_after_sample_us: output handling, per step and per sampled sequence.
-        Defaults: linear fits over step logs of real vLLM runs on a CPU (see `profiler.roofline.Constants`).
+        Defaults: linear fits over step logs of real vLLM runs on a CPU (see `profiler.roofline_constants`).
     step_us: time a step takes that nothing above explains; 0 unless a live run was calibrated on.
     """
 

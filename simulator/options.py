@@ -88,6 +88,13 @@ ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
+Seeds = Annotated[
+    int,
+    _option("--seeds", "Draws of the workload: of --arrivals if given, else of blocks of the trace.", POLICY),
+]
+Preset = Annotated[
+    str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
+]
 NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one (the reference path).", ENGINE)]
 
 OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]

@@ -93,25 +93,46 @@ class Replica:
 
     # Requests come and go
 
-    def submit(self, request: Request, ends_after: int | None, *, computed: int = 0, produced: int = 0) -> Track:
-        """Queue a request now. computed, produced: as `Scheduler.add` takes them (KV handed over)."""
-        now = self.env.now
+    def submit(
+        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False
+    ) -> Track:
+        """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
         self.settle()
-        track = self.scheduler.add(request, now, ends_after=ends_after, computed=computed, produced=produced)
+        track = self.scheduler.add(
+            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over
+        )
         if track.status == "rejected":
             self._end(track)
         else:
-            self._wake_soon()
+            self.wake()
         return track
 
     def withdraw(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
-        """Take requests out now; their blocks are free for the next plan."""
-        self.settle()
-        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
+        """End requests now; their blocks are free for the next plan."""
+        gone = self.take_out(ids, reason, status=status)
         for track in gone:
             self._end(track)
+        return gone
+
+    def take_out(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
+        """Withdraw requests without reporting their end: they go on elsewhere."""
+        self.settle()
+        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
         if gone:
-            self._wake_soon()
+            self.wake()
+        return gone
+
+    def abandon(self, reason: str) -> list[Track]:
+        """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
+        self.settle()
+        if self._completion is not None:
+            self._completion.void = True
+            self._completion = None
+        self._flights.clear()
+        self._free_ns = [0] * self.cost.stages
+        self._last_end_ns = self._host_free_ns = 0
+        gone = self.scheduler.abandon(reason, self.env.now)
+        self._record_retired()
         return gone
 
     def settle(self) -> None:
@@ -128,9 +149,46 @@ class Replica:
             self._complete_at(ends[done])
         self._cross(leap, done)
 
+    # What a router sees (simulator.routers.ReplicaView)
+
+    @property
+    def num_running(self) -> int:
+        return self.scheduler.queues.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.tracks) - self.scheduler.queues.num_running
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.scheduler.queues.prefill_tokens
+
+    @property
+    def decode_tokens_promised(self) -> int:
+        promised = self.scheduler.queues.decode_tokens_promised
+        leap = self._leap
+        if leap is not None:
+            # A leap answers for this moment without being stopped.
+            promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
+        return promised
+
+    @property
+    def total_blocks(self) -> int:
+        return self.scheduler.ledger.total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        self.settle()
+        return self.scheduler.ledger.free_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.scheduler.ledger.block_size
+
     # Planning
 
-    def _wake_soon(self) -> None:
+    def wake(self) -> None:
+        """Look for something to plan at this moment, once everything else that happens in it has happened."""
         if self._wake is None and len(self._flights) < self.scheduler.depth and self._leap is None:
             self._wake = Moment(self.env, 0, self._on_wake, WAKE)
 
@@ -328,7 +386,10 @@ class Replica:
         )  # fmt: skip
         for track in outcome.finished:
             self._end(track)
-        for cohort in scheduler.take_retired():
+        self._record_retired()
+
+    def _record_retired(self) -> None:
+        for cohort in self.scheduler.take_retired():
             self.recorder.cohort_times(self.number, cohort.number, cohort.times)
 
     def _end(self, track: Track) -> None:
