@@ -42,13 +42,22 @@ def replay_command(
     policy: o.Policy = "chunked",
     out: o.Out = None,
     figures: o.Figures = False,
+    timeline: o.Timeline = None,
+    follow: o.Follow = None,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
     settings, reading = o.collect(ctx, config)
+    if (timeline or figures) and out is None:
+        raise SimulationError("--timeline and --figures: say where with --out")
+    window = _timeline_window(timeline, follow)
     runs = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    if window is not None and out is not None:
+        from metrics.timeline import write_timeline
+
+        write_timeline(out / "timeline.json", next(iter(runs.values())).tables, window=window, request=follow)
     _report(runs, out, figures, as_json)
 
 
@@ -138,6 +147,16 @@ def policies_command(as_json: o.Json = False) -> None:
             console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
+def _timeline_window(text: str | None, follow: int | None) -> Any:
+    if text is None:
+        if follow is not None:
+            raise SimulationError("--follow goes with --timeline FROM:TO")
+        return None
+    from metrics.timeline import parse_window
+
+    return parse_window(text)
+
+
 def _compare_draws(
     path: Path | None, settings: dict[str, ReplayConfig], reading: o.TraceOptions, seeds: int, as_json: bool
 ) -> None:
@@ -175,7 +194,8 @@ def _print_advice(advice: Advice, out: Path | None) -> None:
     from metrics.report import comparison_table
 
     console = _console()
-    console.print(comparison_table({candidate.label: candidate.summary for candidate in advice.tried}))
+    tried = {candidate.label: candidate.summary for candidate in advice.tried}
+    console.print(comparison_table(tried, max_width=console.width))
     console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
@@ -239,7 +259,12 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
             raise SimulationError("--figures: say where with --out")
         from metrics.figures import draw_all
 
-        drawn = draw_all({_folder_name(name): run.tables for name, run in runs.items()}, out / "figures")
+        tables = {_folder_name(name): run.tables for name, run in runs.items()}
+        drawn = draw_all(tables, out / "figures")
+        if all((run.config.get("pp") or 1) > 1 for run in runs.values()):
+            from metrics.pipeline_figures import draw_pipeline
+
+            drawn += draw_pipeline(tables, out / "figures")
     summaries = {_folder_name(name): run.summary for name, run in runs.items()}
     if as_json:
         from metrics.run_folder import json_ready
@@ -250,7 +275,7 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
     from metrics.report import comparison_table
 
     console = _console()
-    console.print(comparison_table(summaries))
+    console.print(comparison_table(summaries, max_width=console.width))
     first = next(iter(runs.values()))
     trust = "calibrated" if first.config["calibrated"] else "uncalibrated"
     console.print(f"costs: {first.config['cost_model']} ({trust})", highlight=False, soft_wrap=True)

@@ -84,6 +84,11 @@ Warmup = Annotated[
 Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
 Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figures.", OUTPUT)]
+Timeline = Annotated[
+    str | None,
+    _option("--timeline", "Write timeline.json (for Perfetto) of FROM:TO seconds; `:` is the whole run.", OUTPUT),
+]
+Follow = Annotated[int | None, _option("--follow", "A request to follow through the timeline with arrows.", OUTPUT)]
 ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
