@@ -91,6 +91,8 @@ def simulate(
     )
     arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
     env.run()
+    while cluster.fail_forgotten():
+        env.run()  # those who waited for these answers arrive now
     cluster.close()
     if cluster.ended != total:
         raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")
