@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from workloads import Trace
 
 COMPARED = (
-    "chunks", "cohorts", "decodes", "decode_context_total", "decode_context_max", "dummy_tokens", "sampled", "preempted",
-    "running", "waiting", "free_blocks", "cached_tokens",
+    "chunks", "cohorts", "decodes", "decode_context_total", "decode_context_max", "dummy_tokens", "sampled",
+    "preempted", "running", "waiting", "free_blocks", "cached_tokens",
 )  # fmt: skip
 """Columns of an iteration that have to be equal."""
 
@@ -117,7 +117,15 @@ class _Again:
     def _add(self, row: int, at_ns: Ns) -> None:
         r = self._trace.request(row)
         request = Request(
-            row, at_ns, r.prompt_tokens, r.max_output_tokens, r.prefix_hashes, r.hash_tokens, r.session, r.priority, r.slo
+            row,
+            at_ns,
+            r.prompt_tokens,
+            r.max_output_tokens,
+            r.prefix_hashes,
+            r.hash_tokens,
+            r.session,
+            r.priority,
+            r.slo,
         )
         track = self._scheduler.add(request, at_ns, ends_after=int(self._trace.output_tokens[row]))
         if track.status == "rejected":

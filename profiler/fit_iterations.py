@@ -105,14 +105,21 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
 
 
 def grouped(table: Any) -> list[Measured]:
-    """Distinct shapes of a table's rows; shapes all of whose measurements were disturbed keep their quickest one."""
-    by_shape: dict[BatchShape, list[tuple[int, float]]] = {}
-    for shape, outlier, seconds in zip(shapes_of(table), table["outlier"], table["median_s"]):
-        by_shape.setdefault(shape, []).append((int(outlier), float(seconds)))
+    """Distinct shapes of a table's rows with their undisturbed time.
+
+    Where every measurement of a shape was disturbed, the least of them stands in; of a single thread that is its
+    processor time without the host's part, which counts no time that others had the processor.
+    """
+    host = np.nanmin(np.append((table["host_before_s"] + table["host_after_s"]).to_numpy(), np.inf))
+    own = np.fmin(table["median_s"], table["cpu_s"] - (0.0 if np.isinf(host) else host)).to_numpy()
+    least = np.where(own > 0, own, table["median_s"])
+    by_shape: dict[BatchShape, list[tuple[int, float, float]]] = {}
+    for shape, *row in zip(shapes_of(table), table["outlier"], table["median_s"], least):
+        by_shape.setdefault(shape, []).append((int(row[0]), float(row[1]), float(row[2])))
     found = []
     for shape, rows in by_shape.items():
-        calm = [seconds for outlier, seconds in rows if not outlier]
-        times = calm or [min(seconds for _, seconds in rows)]
+        calm = [seconds for outlier, seconds, _ in rows if not outlier]
+        times = calm or [min(quickest for _, _, quickest in rows)]
         found.append(Measured(shape, float(np.median(times)), len(times)))
     return found
 
@@ -236,12 +243,13 @@ def _noise(table: Any, observed: Array, calm: Any) -> dict[str, float]:
             groups.setdefault(shape, []).append(float(time))
     repeats = [times for times in groups.values() if len(times) >= 3]
     deviations = [abs(time / float(np.median(times)) - 1) for times in repeats for time in times]
+    share = {"outlier_share": float(1 - calm.mean())}
     if not deviations:
-        return {}
+        return share
     return {
         "repeat_median": float(np.median(deviations)),
         "repeat_p95": float(np.quantile(deviations, 0.95)),
-        "outlier_share": float(1 - calm.mean()),
+        **share,
     }
 
 
@@ -264,5 +272,3 @@ def _only(table: Any, column: str) -> str:
     if len(values) != 1:
         raise ProfileError(f"profile: column {column}: found {', '.join(map(str, values[:3]))}, expected one value")
     return str(values[0])
-
-

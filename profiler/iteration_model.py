@@ -248,8 +248,8 @@ def amounts(columns: ShapeColumns) -> Column:
     decodes = columns.decodes
     return np.stack(
         [
-            np.ones(len(columns), np.int64), columns.sampled, chunks, pairs, held, decodes, columns.decode_context_total,
-            columns.decode_context_max, ((chunks > 0) & (decodes > 0)).astype(np.int64),
+            np.ones(len(columns), np.int64), columns.sampled, chunks, pairs, held, decodes,
+            columns.decode_context_total, columns.decode_context_max, ((chunks > 0) & (decodes > 0)).astype(np.int64),
         ],
         axis=1,
     )  # fmt: skip
@@ -349,7 +349,9 @@ def load_iterations(path: str | Path, spec: Any, *, tp: int = 1, pp: int = 1, **
     if fit.model != spec.name:
         raise ProfileError(f"{path}: was measured with {fit.model}, not with {spec.name}; profile that model")
     if (tp, pp) != (1, 1):
-        raise ProfileError(f"{path}: whole iterations of one device say nothing about tp {tp}, pp {pp}; expected 1 and 1")
+        raise ProfileError(
+            f"{path}: whole iterations of one device say nothing about tp {tp}, pp {pp}; expected 1 and 1"
+        )
     return IterationModel(fit)
 
 

@@ -82,7 +82,9 @@ class MeasurementPlan:
         if not 0 <= self.unsure_share < 1:
             raise ProfileError(f"unsure share: found {self.unsure_share}, expected 0 or more and below 1")
         if self.per_round < 1 or self.repeats < 1:
-            raise ProfileError(f"plan: found {self.per_round} points a round, {self.repeats} repeats, expected 1 or more")
+            raise ProfileError(
+                f"plan: found {self.per_round} points a round, {self.repeats} repeats, expected 1 or more"
+            )
 
     def rounds(self) -> list[list[Point]]:
         """The planned points a round at a time, each round in an order of its own, noise points among them."""
@@ -207,8 +209,8 @@ def read_plan(path: str | Path) -> MeasurementPlan:
 
 
 def _corners(region: Region) -> list[Point]:
-    """The extremes of every axis among decode-only, prefill-only and mixed batches, and the corners of pure decoding."""
-    kinds = {"decode": [], "prefill": [], "mixed": []}  # type: dict[str, list[BatchShape]]
+    """The extremes of every axis among decode-only, prefill-only and mixed batches, and corners of pure decoding."""
+    kinds: dict[str, list[BatchShape]] = {"decode": [], "prefill": [], "mixed": []}
     for shape in region.shapes:
         kinds["mixed" if shape.chunks and shape.decodes else "prefill" if shape.chunks else "decode"].append(shape)
     found: dict[BatchShape, None] = {}

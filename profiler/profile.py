@@ -88,11 +88,11 @@ COLUMNS = (
 
 rows: rows of the operator's input (tokens, or sampled rows for head and sampler). n, k: width out and in of a GEMM, of
 a norm or activation (n elements read a row). chunks: prefill chunks as text, see `chunk_text`. decode_context_*:
-contexts before the step, dummy_tokens, sampled: as in `BatchShape`. bytes: message size of all_reduce and send. repeats:
-measurements behind the row, 0 where unknown. outlier: 1 where the measurer's rule says that something disturbed it. min_s,
-max_s: NaN where unknown. Of an iteration also host_before_s and host_after_s (median_s is the device's part alone), cpu_s
-(processor time of the whole of it) and at_s (when, since measuring began); NaN where unknown. A shape column that does not
-apply is 0, a text column empty.
+contexts before the step; dummy_tokens, sampled: as in `BatchShape`. bytes: message size of all_reduce and send.
+repeats: measurements behind the row, 0 where unknown. outlier: 1 where the measurer's rule says that something
+disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s and host_after_s (median_s is the
+device's part alone), cpu_s (processor time of the whole of it) and at_s (when, since measuring began); NaN where
+unknown. A shape column that does not apply is 0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d+):(\d+)(?:x(\d+))?\Z")

@@ -35,7 +35,9 @@ class Region:
 
     def __post_init__(self) -> None:
         if not self.shapes or len(self.shapes) != len(self.counts):
-            raise ProfileError(f"region: found {len(self.shapes)} shapes, {len(self.counts)} counts; expected equal, >0")
+            raise ProfileError(
+                f"region: found {len(self.shapes)} shapes, {len(self.counts)} counts; expected equal, >0"
+            )
 
     @classmethod
     def of(cls, shapes: Iterable[BatchShape], *, kept: int = _KEPT) -> Region:
@@ -79,7 +81,14 @@ class Region:
         """JSON-ready: {"shapes": [[[[tokens, prefix], ...], decodes, total, largest, sampled, count], ...]}."""
         return {
             "shapes": [
-                [[list(chunk) for chunk in s.chunks], s.decodes, s.decode_context_total, s.decode_context_max, s.sampled, n]
+                [
+                    [list(chunk) for chunk in s.chunks],
+                    s.decodes,
+                    s.decode_context_total,
+                    s.decode_context_max,
+                    s.sampled,
+                    n,
+                ]
                 for s, n in zip(self.shapes, self.counts)
             ]
         }
@@ -94,10 +103,8 @@ class Region:
         for number, row in enumerate(rows):
             try:
                 chunks, decodes, total, largest, sampled, count = row
-                shape = BatchShape(
-                    tuple((int(tokens), int(prefix)) for tokens, prefix in chunks), int(decodes), int(total), int(largest),
-                    0, int(sampled),
-                )  # fmt: skip
+                pairs = tuple((int(tokens), int(prefix)) for tokens, prefix in chunks)
+                shape = BatchShape(pairs, int(decodes), int(total), int(largest), 0, int(sampled))
                 check_shape(shape)
             except (TypeError, ValueError) as error:
                 raise ProfileError(f"{where}: shapes[{number}]: {error}") from None
