@@ -198,21 +198,7 @@ class Draft:
                 return None
         if track.order < 0 or track.closing:
             raise PolicyError(f"request {track.request.id} is {track.status}, not running: it cannot be preempted")
-        at = self._grant_to(track)
-        cohort = track.cohort
-        context = track.context
-        dependents: list[Track] = []
-        if at is not None and cohort is None:
-            if scheduler.ledger.prefix_caching:
-                dependents = self._void(track, self.parts[at].prefix, context)  # type: ignore[union-attr]
-            self._undo_chunk(at)
-        scheduler.stop(track, how)
-        if at is not None and cohort is not None:
-            self._undo_decode(at, cohort, context - 1)
-        self.preempted.append(track)
-        for dependent in dependents:
-            if dependent.order >= 0:
-                self.preempt(dependent, how)
+        self._take_back(track, how, set())
         return track
 
     def pad(self, multiple: int) -> int:
@@ -290,7 +276,26 @@ class Draft:
                 return at
         return None
 
-    def _void(self, track: Track, prefix: int, context: int) -> list[Track]:
+    def _take_back(self, track: Track, how: Preemption | None, empty: set[int]) -> None:
+        """Undo what this plan granted to a track, and stop it. empty: blocks known to stay empty, whoever holds them."""
+        scheduler = self._scheduler
+        at = self._grant_to(track)
+        cohort = track.cohort
+        context = track.context
+        dependents: list[Track] = []
+        if at is not None and cohort is None:
+            if scheduler.ledger.prefix_caching:
+                dependents = self._leave_empty(track, self.parts[at].prefix, context, empty)  # type: ignore[union-attr]
+            self._undo_chunk(at)
+        scheduler.stop(track, how, empty)
+        if at is not None and cohort is not None:
+            self._undo_decode(at, cohort, context - 1)
+        self.preempted.append(track)
+        for dependent in dependents:
+            if dependent.order >= 0:
+                self._take_back(dependent, how, empty)
+
+    def _leave_empty(self, track: Track, prefix: int, context: int, empty: set[int]) -> list[Track]:
         """Blocks that a chunk of this plan would have filled stay empty: nobody may find them, and whoever was admitted
         in this plan because they would be there (returned) has to go as well."""
         scheduler = self._scheduler
@@ -299,6 +304,7 @@ class Draft:
         if scheduler.swap is not None:
             blocks += scheduler.swap.coming_in(track)
         taken = scheduler.ledger.hold_nothing(blocks)
+        empty.update(blocks)
         if not taken:
             return []
         others = [chunk.track for chunk in self.chunks if chunk.track is not track]

@@ -8,7 +8,7 @@ used by a later batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -346,10 +346,17 @@ class Scheduler:
         queues.count_running(track, 1)
         queues.parts.append(track)
 
-    def stop(self, track: Track, how: Preemption | None = None) -> None:
-        """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in."""
+    def stop(self, track: Track, how: Preemption | None = None, empty: Collection[int] = ()) -> None:
+        """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in.
+
+        empty: blocks that it may hold and that were never filled, because the plan that would have done so is undone.
+        """
         queues = self.queues
         unplanned = self._unplanned(track)
+        if empty:
+            table = self.ledger.table(track)
+            filled = next((at for at, block in enumerate(table) if block in empty), len(table))
+            track.own_context = min(track.own_context, filled * self.ledger.block_size)
         kept = 0 if self.swap is None else self.swap.put_out(track, self, how)
         self._vacate(track)
         track.computed = kept

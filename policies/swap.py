@@ -132,9 +132,11 @@ class Swap:
         request_id = track.request.id
         if request_id in self._in:
             # Brought back by this very plan: the copy has not been made, and host memory still has everything.
-            del self._in[request_id]
+            move, tokens = self._in.pop(request_id), self.held[request_id].tokens
             self.counts.by_swap += 1
-            return self.held[request_id].tokens
+            there = (scheduler.ledger.blocks_for(tokens) - move.num_blocks) * scheduler.ledger.block_size
+            track.own_context = min(track.own_context, there)
+            return tokens
         # Who was admitted by this very plan has computed nothing yet, and what it found may be this plan's to compute.
         tokens = computed_tokens(track) if track.order < self._first_order else 0
         blocks = scheduler.ledger.blocks_for(tokens)
