@@ -31,14 +31,18 @@ def make_scheduler(
     estimator: Callable[[BatchShape], Ns] | None = None,
     by_id: bool = False,
     ahead: bool | None = None,
+    prefix_caching: bool = False,
+    names: BlockNames | None = None,
+    swap: Swap | None = None,
+    admission: AdmissionControl | None = None,
 ) -> Scheduler:
     """A scheduler for one engine.
 
     num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output. token_budget, max_num_seqs,
     watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
-    executor needs them; prefix caching always does). prefix_caching: share equal prefixes, whatever the policy (one that
-    has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted requests.
-    admission: what to do when memory runs short.
+    executor needs them; prefix caching always does). prefix_caching: share equal prefixes, whatever the policy (one
+    that has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted
+    requests. admission: what to do when memory runs short.
 
     ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's own knob
     `async_scheduling` says, which no policy but vLLM's has.

@@ -1,8 +1,7 @@
-"""Swapping in virtual time: the link between devices and host memory, and replicas whose batches wait for it.
+"""The link between a device and its host's memory, in virtual time.
 
 Each device has a link of its own, full duplex, over which its share of the KV travels; replicas of one host that share
-a link (a PCIe switch, the memory's own bandwidth) queue for it. A batch starts when its own transfers are over: what is
-swapped out has to leave its blocks before they are written, what comes back has to be there before it is read.
+a link (a PCIe switch, the memory's own bandwidth) queue for it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from policies import Batch, Ns
-from simulator.disaggregation import PrefillReplica
-from simulator.replica import Replica
+from policies import Ns
 
 LATENCY_NS: Ns = 10_000
 """Of one transfer: launching copies and waiting for their end."""
@@ -47,33 +44,3 @@ class HostLink:
             at = self.in_free_ns = start + self.time_ns(in_bytes)
             self.busy_ns += at - start
         return at
-
-
-class SwapsKV:
-    """What a replica with host memory does in addition: its batches wait for their transfers.
-
-    link: to host memory. device_block_bytes: KV bytes of one block on one device; all devices copy at the same time.
-    """
-
-    link: HostLink
-    device_block_bytes: int
-
-    def _launch(self, batch: Batch) -> None:
-        if batch.swap_out or batch.swap_in:
-            # Copies follow the batches in flight, which may still write what goes out.
-            free = self._free_ns  # type: ignore[attr-defined]
-            begin = max(self.env.now, free[0])  # type: ignore[attr-defined]
-            size = self.device_block_bytes
-            out_bytes, in_bytes = (
-                sum([move.num_blocks for move in moves]) * size for moves in (batch.swap_out, batch.swap_in)
-            )
-            free[0] = self.link.move(begin, out_bytes, in_bytes)
-        super()._launch(batch)  # type: ignore[misc]
-
-
-class SwapReplica(SwapsKV, Replica):
-    """A replica that swaps."""
-
-
-class SwapPrefillReplica(SwapsKV, PrefillReplica):
-    """A prefill replica that swaps and sends its KV layer by layer."""
