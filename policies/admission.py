@@ -19,7 +19,6 @@ from policies.track import Track
 
 if TYPE_CHECKING:
     from policies.draft import Draft
-    from policies.host import Host
     from policies.ledger import KVView
     from policies.queues import Queues
     from policies.scheduler import Scheduler
@@ -66,7 +65,7 @@ class Ladder:
             if name not in RUNGS:
                 raise PolicyError(f"ladder: found rung {name!r}, expected some of {', '.join(RUNGS)}, or all, or none")
         if "oversubscribe" in self.rungs and "preempt" not in self.rungs:
-            raise PolicyError("ladder: found oversubscribe without preempt: who is longer than expected has to give way")
+            raise PolicyError("ladder: found oversubscribe without preempt: who outgrows it must give way")
         if "offload" in self.rungs and "preempt" not in self.rungs:
             raise PolicyError("ladder: found offload without preempt: only who is preempted is offloaded")
         if not 0 < self.trouble_from <= 1:

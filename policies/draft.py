@@ -277,7 +277,7 @@ class Draft:
         return None
 
     def _take_back(self, track: Track, how: Preemption | None, empty: set[int]) -> None:
-        """Undo what this plan granted to a track, and stop it. empty: blocks known to stay empty, whoever holds them."""
+        """Undo what this plan granted to a track, and stop it. empty: blocks that will not be filled after all."""
         scheduler = self._scheduler
         at = self._grant_to(track)
         cohort = track.cohort
@@ -296,8 +296,10 @@ class Draft:
                 self._take_back(dependent, how, empty)
 
     def _leave_empty(self, track: Track, prefix: int, context: int, empty: set[int]) -> list[Track]:
-        """Blocks that a chunk of this plan would have filled stay empty: nobody may find them, and whoever was admitted
-        in this plan because they would be there (returned) has to go as well."""
+        """Blocks that a chunk of this plan would have filled stay empty: nobody may find them any more.
+
+        Returns those who were admitted in this plan because the blocks would be there: they have to go as well.
+        """
         scheduler = self._scheduler
         size, table = scheduler.ledger.block_size, scheduler.ledger.table(track)
         blocks = list(table[prefix // size : context // size])

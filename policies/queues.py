@@ -20,8 +20,17 @@ class Queues:
     """
 
     __slots__ = (
-        "_by_class", "_chase_chunks", "_chase_decodes", "decode_tokens_promised", "in_flight_batches", "num_running",
-        "in_host_memory", "parts", "prefill_tokens", "running_by_slo", "waiting",
+        "_by_class",
+        "_chase_chunks",
+        "_chase_decodes",
+        "decode_tokens_promised",
+        "in_flight_batches",
+        "in_host_memory",
+        "num_running",
+        "parts",
+        "prefill_tokens",
+        "running_by_slo",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:

@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class SwapCosts(NamedTuple):
-    """What `auto` compares. move_ns: time to move so many blocks one way; prefill_ns: time to compute so many tokens."""
+    """What `auto` compares. move_ns: to move so many blocks one way; prefill_ns: to compute so many tokens."""
 
     move_ns: Callable[[int], Ns]
     prefill_ns: Callable[[int], Ns]
@@ -78,7 +78,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, host_bytes: int, block_bytes: int, page_bytes: int = PAGE_BYTES) -> HostMemory:
-        """The pages that fit into host_bytes. PolicyError where a page cannot hold one block, or memory not one page."""
+        """The pages that fit into host_bytes; PolicyError for a page of less than a block, or memory of less than a page."""
         per_page = page_bytes // block_bytes
         if per_page < 1:
             raise PolicyError(

@@ -110,7 +110,9 @@ def check_memory(config: ReplayConfig) -> None:
         raise SimulationError(f"--kv-store-gib: found {config.kv_store_gib:g}, expected above 0")
     ladder = ladder_of(config)
     if ladder is not None and config.preemption != "recompute" and "offload" not in ladder.rungs:
-        raise SimulationError(f"--preemption {config.preemption} beside --ladder {config.ladder}: expected rung offload")
+        raise SimulationError(
+            f"--preemption {config.preemption} beside --ladder {config.ladder}: expected the rung offload in it"
+        )
 
 
 def kv_dtype_of(config: ReplayConfig) -> str:

@@ -134,7 +134,7 @@ def test_mistakes_are_named():
     for options, message in (
         ({"preemption": "drop"}, "--preemption: found 'drop', expected one of recompute, swap, auto"),
         ({"swap_gib": 0.0}, "--swap-gib: found 0, expected above 0"),
-        ({"preemption": "swap", "ladder": "preempt"}, "expected rung offload"),
+        ({"preemption": "swap", "ladder": "preempt"}, "expected the rung offload"),
         ({"swap_bandwidth": -1.0}, "--swap-bandwidth: found -1"),
     ):
         with pytest.raises(SimulationError, match=message):
