@@ -78,7 +78,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, host_bytes: int, block_bytes: int, page_bytes: int = PAGE_BYTES) -> HostMemory:
-        """The pages that fit into host_bytes; PolicyError for a page of less than a block, or memory of less than a page."""
+        """The pages that fit into host_bytes; PolicyError for less than a block or a page."""
         per_page = page_bytes // block_bytes
         if per_page < 1:
             raise PolicyError(
