@@ -92,9 +92,9 @@ def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at():
     leaps = []
 
     class Watched(Recorder):
-        def leap(self, replica, *args, **options):
+        def back_to_back(self, replica, *args, **options):
             leaps.append(replica)
-            super().leap(replica, *args, **options)
+            super().back_to_back(replica, *args, **options)
 
     cost = ConstantCost(device_ns=MS)
     trace = trace_of(rows)
