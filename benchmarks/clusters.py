@@ -87,7 +87,7 @@ def main() -> None:
     for name, row in result.items():
         if isinstance(row, dict):
             print(
-                f"{name:<28}{row['iterations']:>10,} iterations {row['wall_s']:>7.2f} s wall {row['cpu_s']:>7.2f} s CPU "
+                f"{name:<28}{row['iterations']:>10,} iterations{row['wall_s']:>8.2f} s wall{row['cpu_s']:>8.2f} s CPU "
                 f"{row['iterations_per_cpu_s']:>10,.0f} per CPU second {row['us_per_iteration']:>6.1f} us each"
             )
     print(f"Vidur, pipeline of 4: {VIDUR_PP4[0]:,} to {VIDUR_PP4[1]:,} iterations per second")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from dataclasses import replace as with_fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,7 +35,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """One way to use 64 GPUs: a policy, its knobs, and how they are joined."""
+    """One way to use 64 GPUs: a policy, its knobs, and how they are joined (link: what lies between stages)."""
 
     name: str
     policy: str
@@ -42,6 +43,7 @@ class Deployment:
     pp: int = 8
     replicas: int = 1
     slots: int = SLOTS_PIPELINE
+    link: str = "network"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def run_deployment(deployment: Deployment, trace: Trace, cost: CostModel | None 
 
     config = ReplayConfig(
         policy=deployment.policy, knobs=deployment.knobs, model=MODEL, gpu=GPU, cost_model="roofline", tp=8,
-        pp=deployment.pp, pp_link="network", replicas=deployment.replicas, max_model_len=LONGEST,
+        pp=deployment.pp, pp_link=deployment.link, replicas=deployment.replicas, max_model_len=LONGEST,
         num_blocks=deployment.slots * deployment.pp * (LONGEST // 16),
     )  # fmt: skip
     run = replay(trace, config, cost=cost)
@@ -142,9 +144,13 @@ def bubble_survey(
     *,
     pds: Sequence[float] = (1, 2, 5, 10, 20, 50),
     lengths: Sequence[str] = ("zipf:0.4,1024,4096", "fixed:2048"),
+    link: str = "link",
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Bubble shares of 8 stages for whole-prompt and chunking policies over P:D and spread of lengths."""
+    """Bubble shares of 8 stages for whole-prompt and chunking policies over P:D and spread of lengths.
+
+    link: what lies between the stages; a network alone costs this pipeline 2 % (its transfers are bubbles too).
+    """
     contenders = {
         "orca, one prompt": Deployment("", "orca", {"reserve": "longest", "max_batch_size": 27, "max_prompts": 1}),
         "orca": Deployment("", "orca", {"reserve": "longest", "max_batch_size": 27}),
@@ -156,7 +162,10 @@ def bubble_survey(
     for spread in lengths:
         for pd in pds:
             trace = pipeline_trace(requests, lengths=spread, pd=pd, seed=seed)
-            shares = {name: run_deployment(each, trace).bubble_share for name, each in contenders.items()}
+            shares = {
+                name: run_deployment(with_fields(each, link=link), trace).bubble_share
+                for name, each in contenders.items()
+            }
             rows.append({"lengths": spread, "pd": pd, **shares})
     return rows
 
@@ -184,6 +193,7 @@ def command(
     kv_efficiency: Annotated[
         float | None, typer.Option(help="What if decode attention reached only this share of memory bandwidth?")
     ] = None,
+    link: Annotated[str, typer.Option(help="Between the stages of the survey: link (NVLink) or network.")] = "link",
     survey: Annotated[
         bool, typer.Option("--survey", help="Bubble shares over P:D and lengths instead: where do 38 % become 5 %?")
     ] = False,
@@ -191,7 +201,7 @@ def command(
 ) -> None:
     """SARATHI Sec. 5.3: GPT-3 on 64 A100s, one pipeline against eight replicas, paper beside ours."""
     if survey:
-        rows = bubble_survey(min(requests, 400), seed=seed)
+        rows = bubble_survey(min(requests, 400), link=link, seed=seed)
         print(json.dumps(rows, indent=2)) if as_json else _print_survey(rows)
         return
     result = sarathi_pipeline(requests, seed=seed, chunk_size=chunk_size, kv_efficiency=kv_efficiency)
