@@ -83,7 +83,7 @@ def find_model(name: str) -> ModelSource:
     return ModelSource("spec", spec, None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Loaded:
     """A model ready to run, and everything about it that a run's config records."""
 
@@ -93,6 +93,12 @@ class Loaded:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     seed: int
+    max_tokens: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        spec = self.spec
+        return 2 * spec.layers * spec.kv_heads * spec.head_dim * self.kv_dtype.itemsize
 
     @property
     def spec(self) -> ModelSpec:
@@ -128,12 +134,14 @@ def load_model(
     attention: str = "auto",
     seed: int = 0,
     max_tokens: int | None = None,
+    clip_max_tokens: bool = False,
     trim_last_layer: bool = True,
 ) -> Loaded:
     """Load a model (see find_model).
 
     dtype `auto`: float32 on a CPU, the checkpoint's own dtype on CUDA. kv_dtype `auto`: the same as dtype.
-    max_tokens: longest context that will be asked for, the spec's max_position by default.
+    max_tokens: longest context that will be asked for, the spec's max_position by default; beyond max_position it is
+        an error, or with clip_max_tokens cut down to it (longer requests are then the scheduler's to reject).
     """
     source = ModelSource("spec", name, None) if isinstance(name, ModelSpec) else find_model(name)
     spec = source.spec
@@ -143,13 +151,15 @@ def load_model(
     weight_dtype = torch_dtype(dtype)
     pool_dtype = weight_dtype if kv_dtype == "auto" else torch_dtype(kv_dtype, "kv_dtype")
     longest = spec.max_position if max_tokens is None else max_tokens
+    if clip_max_tokens:
+        longest = min(longest, spec.max_position)
     if longest > spec.max_position:
         raise ExecutorError(f"max_tokens: found {longest}, but {spec.name} reaches {spec.max_position} positions")
     set_of_kernels = make_kernels(kernels, where, weight_dtype)
     backend = make_attention(attention, spec, where, pool_dtype, set_of_kernels.activation_dtype)
     weights = source.weights(seed, weight_dtype, where)
     model = Model(spec, weights, set_of_kernels, backend, longest, trim_last_layer=trim_last_layer)
-    return Loaded(model, source, where, weight_dtype, pool_dtype, seed)
+    return Loaded(model, source, where, weight_dtype, pool_dtype, seed, longest)
 
 
 def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:

@@ -85,8 +85,9 @@ class Model:
         token_ids: int64 [rows], decode rows included; dummy rows may hold any valid id. The result is a buffer that
         the next call overwrites.
         """
+        self.kernels.begin()
         hidden = self.kernels.buffer("hidden", step.rows, self.spec.hidden)
-        hidden.copy_(self.embedding[token_ids])
+        self.kernels.embed(token_ids, self.embedding, hidden)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             hidden = self._run_layer(index, layer, hidden, step, cache, trim=self.trim_last_layer and index == last)

@@ -43,8 +43,17 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @one_line_errors
-def show(run: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False) -> None:
+def show(
+    run: RunArgument,
+    warmup: WarmupOption = "",
+    slo: SloOption = "",
+    by: Annotated[str, typer.Option(help="One summary per value of a column: slo, priority or session.")] = "",
+    as_json: JsonOption = False,
+) -> None:
     """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
+    if by:
+        _show_by(run, by, warmup, slo, as_json)
+        return
     summary = _summary(run, warmup, slo)
     if as_json:
         _print_json(summary)
@@ -116,21 +125,110 @@ def figures(
     from metrics.figures import draw_all
     from metrics.run_folder import read_run
 
-    labels = [run.name for run in runs]
-    if len(set(labels)) < len(labels):
-        labels = [str(run) for run in runs]
-    for path in draw_all({label: read_run(run) for label, run in zip(labels, runs)}, out):
+    for path in draw_all({label: read_run(run) for label, run in _labelled(runs).items()}, out):
         print(path)
+
+
+@app.command()
+@one_line_errors
+def bubbles(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for Gantt, shares and CDF.")] = None,
+    window: Annotated[str, typer.Option(help="What the Gantt chart shows, as FROM:TO in seconds.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Split the idle time of pipeline stages by cause, per stage and per run."""
+    from metrics.bubbles import find_bubbles
+    from metrics.request_bubbles import request_bubble_ns
+    from metrics.run_folder import read_run
+    from metrics.statistics import statistics
+    from metrics.timeline import parse_window
+
+    shown = parse_window(window) if window else None
+    tables = {label: read_run(run) for label, run in _labelled(runs).items()}
+    found = {label: find_bubbles(run) for label, run in tables.items()}
+    if figures_to is not None:
+        from metrics.pipeline_figures import draw_pipeline
+
+        drawn = draw_pipeline(tables, figures_to, window=shown, bubbles=found)
+    per_request = {
+        label: statistics(request_bubble_ns(run, found[label])[run.column("requests", "status") == "finished"] / 1e9)
+        for label, run in tables.items()
+    }
+    if as_json:
+        _print_json(
+            {
+                label: {
+                    "policy": tables[label].config.get("policy"),
+                    "bubble_share": each.share,
+                    "cause_shares": each.cause_shares,
+                    "lost_device_s": each.lost_device_s,
+                    "request_bubble_s": per_request[label],
+                    "stages": each.rows(),
+                }
+                for label, each in found.items()
+            }
+        )
+        return
+    from metrics.report import bubble_table
+
+    for label, each in found.items():
+        _print(bubble_table(label, each, per_request[label]))
+    if figures_to is not None:
+        for path in drawn:
+            print(path)
+
+
+@app.command()
+@one_line_errors
+def timeline(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="Where to write it; RUN/timeline.json unless given.")] = None,
+    window: Annotated[str, typer.Option(help="Only what overlaps FROM:TO, in seconds.")] = "",
+    request: Annotated[int | None, typer.Option(help="A request to follow with arrows.")] = None,
+) -> None:
+    """Write a timeline for Perfetto (ui.perfetto.dev): stages, bubbles by cause, queue and KV blocks."""
+    from metrics.run_folder import read_run
+    from metrics.timeline import EVERYTHING, parse_window, write_timeline
+
+    shown = parse_window(window) if window else EVERYTHING
+    print(write_timeline(out or run / "timeline.json", read_run(run), window=shown, request=request))
+
+
+def _labelled(runs: list[Path]) -> dict[str, Path]:
+    """Runs by the names of their folders; by their paths where two folders have one name."""
+    names = [run.resolve().name for run in runs]
+    return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs)}
 
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
     from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
     from metrics.summary import summarise
 
     tables = read_run(run)
     if tables.summary and not warmup and not slo:
         return tables.summary
-    return summarise(tables, warmup=warmup or 0, slo=slo or None)
+    return summarise(tables, warmup=warmup or 0, slo=parse_objectives(slo) if slo else None)
+
+
+def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> None:
+    from metrics.report import comparison_table
+    from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
+    from metrics.summary import summarise_classes
+
+    if column not in ("slo", "priority", "session"):
+        raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
+    tables = read_run(run)
+    objective = slo or (tables.config.get("replay") or {}).get("slo") or ""
+    summaries = summarise_classes(
+        tables, column, slo=parse_objectives(objective) if objective else None, warmup=warmup or 0
+    )
+    if as_json:
+        _print_json(summaries)
+    else:
+        _print(comparison_table(summaries))
 
 
 def _print_json(content: Any) -> None:

@@ -9,12 +9,13 @@ for a batch in flight that computes keeps one stage busy, and every other one le
 explains as many idle stages as it counts, and an idle stage is charged to the terms in proportion:
 
 - a batch being sent: *transfer*; a batch with the host, before stage 0 or after the last stage: *host*;
-- a batch queued on a stage behind another: they take unequal times. Between the one that runs (x) and the one that
-  waits (y) the cause is *PB2* if only one of them has prefill tokens; *PB1* if both have and their prefill tokens
-  differ by more than their decodes do; *PB3* otherwise: then decodes and contexts make the difference. These are the
-  three of SARATHI (Sec. 3.2), which defines them for pure batches; the rule for hybrid ones is ours. Where this very
-  stage is slower for y than y's fastest stage, the layers are dealt unevenly: that part is *stage_split*, in proportion
-  (time of x - time of y on this stage) : (time of y here - time of y on its fastest stage), negative ones being 0;
+- a batch queued on a stage: batches take unequal times. Let y be the one that waits and x, of those in flight with it
+  that kept the stage busy without a break, the one whose time differs most from y's. The cause is *PB2* if only one of
+  them has prefill tokens; *PB1* if both have and their prefill tokens differ by more than their decodes do; *PB3*
+  otherwise: then decodes and contexts make the difference. These are the three of SARATHI (Sec. 3.2), which defines
+  them for pure batches; the rule for hybrid ones is ours. Where this very stage is slower for y than y's fastest
+  stage, the layers are dealt unevenly: that part is *stage_split*, in proportion (time of x - time of y on this stage)
+  : (time of y here - time of y on its fastest stage), negative ones being 0;
 - a missing batch: *starvation*, nothing was free to be scheduled.
 
 Two rules come first. While no stage computes at all, all idle time is transfer and host. A stage that has not yet seen
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metrics.causes import CAUSES, FILL_DRAIN, HOST, PB1, PB2, PB3, STAGE_SPLIT, STARVATION, TRANSFER
 from metrics.pipeline import Schedule, schedules
 from metrics.tables import RunTables
 
@@ -41,21 +43,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-CAUSES = ("pb1", "pb2", "pb3", "stage_split", "fill_drain", "transfer", "host", "starvation")
-PB1, PB2, PB3, STAGE_SPLIT, FILL_DRAIN, TRANSFER, HOST, STARVATION = range(len(CAUSES))
 _BLOCK = 8_192
 """Batches looked at together: bounds the memory and stays in the cache."""
-
-CAUSE_NAMES = {
-    "pb1": "PB1: prefill tokens differ",
-    "pb2": "PB2: prefill beside decode",
-    "pb3": "PB3: contexts differ",
-    "stage_split": "stages uneven",
-    "fill_drain": "fill and drain",
-    "transfer": "transfer",
-    "host": "host",
-    "starvation": "starvation",
-}
 
 
 @dataclass(frozen=True)
@@ -148,54 +137,13 @@ def find_bubbles(run: RunTables) -> Bubbles:
 
     return Bubbles(
         total(idle, (depth, len(CAUSES))), total(busy, (depth,)), total(in_flight, (depth,)), batch_ns,
-        int(run.config.get("tp", 1) or 1), gaps,
+        _devices_per_stage(run), gaps,
     )  # fmt: skip
 
 
-def request_bubble_ns(run: RunTables, bubbles: Bubbles) -> Ints:
-    """Bubble time per request (rows of the requests table): what stages waited for the micro-batches that it was in.
-
-    SARATHI's metric: summed over all micro-batches and iterations of the request, prefill and decode, and all stages.
-    """
-    from metrics.token_times import TokenTimes
-
-    tokens = TokenTimes(run)
-    total = np.zeros(tokens.num_requests, dtype=np.int64)
-    chunks = run.chunks()
-    ids = run.column("requests", "request")
-    order = np.argsort(ids, kind="stable")
-    # A batch holds at most one chunk of a request unless chunks chase each other, and then in other batches.
-    in_table = np.isin(chunks["request"], ids)
-    chunk_rows = chunks["row"][in_table]
-    owner = order[np.searchsorted(ids, chunks["request"][in_table], sorter=order)]
-    np.add.at(total, owner, bubbles.batch_ns[chunk_rows])
-    batch_of_token = _batch_of_token(run, tokens.times_ns)
-    of_token = np.where(batch_of_token >= 0, bubbles.batch_ns[np.maximum(batch_of_token, 0)], 0) if len(
-        bubbles.batch_ns
-    ) else np.zeros(len(tokens.times_ns), dtype=np.int64)  # fmt: skip
-    upto = np.concatenate([[0], np.cumsum(of_token)])
-    decoded = upto[tokens.last] - upto[tokens.first]
-    # The first token of a segment may come from the request's own chunk in that batch: it has been counted there.
-    first_batch = batch_of_token[tokens.first] if len(tokens.first) else np.empty(0, dtype=np.int64)
-    own_chunk = np.isin(
-        tokens.request_row * (len(bubbles.batch_ns) + 1) + first_batch, owner * (len(bubbles.batch_ns) + 1) + chunk_rows
-    )
-    decoded -= np.where(own_chunk, of_token[tokens.first] if len(tokens.first) else 0, 0)
-    np.add.at(total, tokens.request_row, decoded)
-    return total
-
-
-def _batch_of_token(run: RunTables, times_ns: Ints) -> Ints:
-    """For each row of the table of tokens, the row of the iteration that decoded it; -1 if only a chunk sampled it."""
-    from metrics.token_times import cohort_rows
-
-    cohorts = run.cohorts()
-    batch = np.full(len(times_ns), -1, dtype=np.int64)
-    replica = run.column("iterations", "replica")[cohorts["row"]]
-    start, length = cohort_rows(run, replica, cohorts["cohort"])
-    known = cohorts["step"] < length  # a batch in flight at the end of the run has delivered nothing
-    batch[(start + cohorts["step"])[known]] = cohorts["row"][known]
-    return batch
+def _devices_per_stage(run: RunTables) -> int:
+    replay = run.config.get("replay")
+    return int(run.config.get("tp") or (replay.get("tp") if isinstance(replay, dict) else None) or 1)
 
 
 def _replica_gaps(s: Schedule) -> tuple[Gaps, int]:
@@ -300,10 +248,10 @@ def _split_by_cause(
     sweep.add(TRANSFER, s.end[:, :-1].ravel(), np.minimum(arrived, s.start[:, 1:]).ravel())
     for stage in range(s.num_stages):
         if stage == 0:
-            _add_queue(sweep, s, 0, queued_from, s.planned, at_stage_0)
-            _add_queue(sweep, s, 0, with_host, s.start[:, 0], at_stage_0)
+            _add_queue(sweep, s, 0, queued_from, s.planned, queued_from, at_stage_0)
+            _add_queue(sweep, s, 0, with_host, s.start[:, 0], queued_from, at_stage_0)
         else:
-            _add_queue(sweep, s, stage, arrived[:, stage - 1], s.start[:, stage], 0)
+            _add_queue(sweep, s, stage, arrived[:, stage - 1], s.start[:, stage], queued_from, 0)
     times, counts = sweep.counts(2 * n + 3, start, end)
 
     # Batches planned further ahead than the pipeline is deep are meant to queue: they explain no idle stage.
@@ -332,37 +280,42 @@ def _split_by_cause(
     return _whole_numbers(np.where(at_edge[:, None], within(edge_shares), within(shares)), end - start)
 
 
-def _add_queue(sweep: _Sweep, s: Schedule, stage: int, since: Ints, until: Ints, offset: int) -> None:
-    """Batches that wait for a stage, charged to whoever runs on it meanwhile."""
+def _add_queue(
+    sweep: _Sweep, s: Schedule, stage: int, since: Ints, until: Ints, queued_from: Ints, offset: int
+) -> None:
+    """Batches that wait for a stage: charged to the batch in front that differs most from the one that waits."""
     waits = np.flatnonzero(until > since)
     if not len(waits):
         return
-    length = s.end - s.start
+    first = waits[waits == 0]
+    sweep.add(HOST, since[first], until[first])
+    waits = waits[waits > 0]
     since, until = since[waits], until[waits]
-    slower_here = length[waits, stage] - length[waits].min(axis=1)
-    lag = 1
-    while len(waits):
-        ahead = waits - lag
-        present = ahead >= 0
-        if lag == 1:
-            sweep.add(HOST, since[~present], until[~present])
-        waits, since, until, slower_here, ahead = (x[present] for x in (waits, since, until, slower_here, ahead))
-        begin, stop = np.maximum(since, s.start[ahead, stage]), np.minimum(until, s.end[ahead, stage])
-        longer = np.maximum(length[ahead, stage] - length[waits, stage], 0)
-        unequal = longer + slower_here
-        uneven = np.divide(slower_here, unequal, out=np.zeros(len(waits)), where=unequal > 0)
-        kind = _pair_cause(s, ahead, waits)
-        for cause in (PB1, PB2, PB3):
-            sweep.add(offset + cause, begin, stop, np.where(kind == cause, 1 - uneven, 0.0))
-        sweep.add(offset + STAGE_SPLIT, begin, stop, uneven)
-        if lag == 1:  # nobody runs there any more, yet the stage is not free: it sends, or the host is late
-            left = np.maximum(since, s.end[ahead, stage])
-            sent = np.clip(s.end[ahead, stage] + s.send[ahead, stage], left, until)
-            sweep.add(TRANSFER, left, sent)
-            sweep.add(HOST, sent, until)
-        more = s.start[ahead, stage] > since
-        waits, since, until, slower_here = (x[more] for x in (waits, since, until, slower_here))
-        lag += 1
+    time = (s.end - s.start)[:, stage]
+    # In front are those that are in flight with it and kept this stage busy without a break until it could start.
+    unbroken = np.ones(len(waits), dtype=bool)
+    culprit = waits - 1
+    for lag in range(2, s.num_batches + 1):
+        ahead = np.maximum(waits - lag, 0)
+        unbroken &= (waits >= lag) & (s.start[ahead + 1, stage] == s.end[ahead, stage])
+        unbroken &= s.done[ahead] > queued_from[waits]
+        if not unbroken.any():
+            break
+        differs_more = np.abs(time[ahead] - time[waits]) > np.abs(time[culprit] - time[waits])
+        culprit = np.where(unbroken & differs_more, ahead, culprit)
+    longer = np.maximum(time[culprit] - time[waits], 0)
+    slower_here = time[waits] - (s.end - s.start)[waits].min(axis=1)
+    unequal = longer + slower_here
+    uneven = np.divide(slower_here, unequal, out=np.zeros(len(waits)), where=unequal > 0)
+    left = np.clip(s.end[waits - 1, stage], since, until)
+    kind = _pair_cause(s, culprit, waits)
+    for cause in (PB1, PB2, PB3):
+        sweep.add(offset + cause, since, left, np.where(kind == cause, 1 - uneven, 0.0))
+    sweep.add(offset + STAGE_SPLIT, since, left, uneven)
+    # Nobody runs there any more, yet the stage is not free: it still sends, or the host is late.
+    sent = np.clip(s.end[waits - 1, stage] + s.send[waits - 1, stage], left, until)
+    sweep.add(TRANSFER, left, sent)
+    sweep.add(HOST, sent, until)
 
 
 def _pair_cause(s: Schedule, first: Ints, second: Ints) -> Ints:

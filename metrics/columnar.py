@@ -61,10 +61,7 @@ def iteration_tables(
 
 
 def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
-    """The `requests` rows, by request, and the `segments` rows, by request and in order of time."""
-    if not events:
-        return schema("requests").empty_table(), schema("segments").empty_table()
-    events = sorted(events, key=lambda event: event[0].id)
+    """The `requests` and `segments` rows of buffered events, in their order; segments of a request in order of time."""
     fields = RequestEvent(*zip(*events))
     requests = fields.request
     ids = _ints([request.id for request in requests])
@@ -102,6 +99,18 @@ def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
         "to_step": to_step,
     }
     return _table("requests", columns), _table("segments", segments)
+
+
+def ordered_by_request(parts: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[pa.Table, pa.Table]:
+    """All `requests` rows and all `segments` rows, by request."""
+    if not parts:
+        return schema("requests").empty_table(), schema("segments").empty_table()
+    requests, segments = (pa.concat_tables(tables) for tables in zip(*parts))
+
+    def ordered(table: pa.Table) -> pa.Table:
+        return table.take(np.argsort(table.column("request").to_numpy(), kind="stable"))
+
+    return ordered(requests), ordered(segments)
 
 
 def token_table(cohorts: Sequence[tuple[int, int, Ints]]) -> pa.Table:

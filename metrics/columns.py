@@ -49,7 +49,7 @@ REQUESTS = (
     Column("prompt_tokens", "int32", "prompt length"),
     Column("output_tokens", "int32", "tokens delivered when it ended, in whatever way it ended"),
     Column("max_output_tokens", "int32", "declared output limit, which is all that a policy sees"),
-    Column("status", "string", "finished | rejected | failed | aborted"),
+    Column("status", "string", "finished, rejected, failed or aborted"),
     Column("reason", "string", "why it did not finish; empty if it did"),
     Column("admitted_s", "float64", "planned for the first time (NaN if never)"),
     Column("first_token_s", "float64", "first token delivered (NaN if never)"),
@@ -143,6 +143,17 @@ def schema(table: str) -> pa.Schema:
     return pa.schema(
         [pa.field(c.name, arrow_type(c.type), metadata={"description": c.description}) for c in TABLES[table]]
     )
+
+
+def columns_table(table: str) -> str:
+    """The columns of one table as Markdown, for docs/metrics.md."""
+
+    def kind(column: Column) -> str:
+        fields = NESTED.get(column.type)
+        return f"list of ({', '.join(f'{name} {type_}' for name, type_ in fields)})" if fields else column.type
+
+    rows = [f"| `{column.name}` | {kind(column)} | {column.description} |" for column in TABLES[table]]
+    return "\n".join(["| column | type | meaning |", "|---|---|---|", *rows])
 
 
 def to_seconds(ns: NDArray[np.int64], never: int | None = None) -> NDArray[np.float64]:

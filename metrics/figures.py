@@ -25,6 +25,7 @@ from metrics.figure_style import (
     save,
     styles_for,
 )
+from metrics.statistics import percentiles
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.windows import held_ns
@@ -74,7 +75,8 @@ def ttft_cdf(runs: Runs, *, width_in: float = SINGLE_COLUMN_IN) -> Figure:
         values = (run.column("requests", "first_token_s") - run.column("requests", "arrival_s"))[finished]
         return values, np.ones(len(values), dtype=np.int64)
 
-    return _cdf_figure({label: ttft(run) for label, run in runs.items()}, runs, "time to first token (s)", width_in)
+    samples = {label: ttft(run) for label, run in runs.items()}
+    return cdf_figure(samples, _styles(runs), "time to first token (s)", "fraction of requests", width_in)
 
 
 def tbt_cdf(runs: Runs, *, width_in: float = SINGLE_COLUMN_IN) -> Figure:
@@ -84,9 +86,8 @@ def tbt_cdf(runs: Runs, *, width_in: float = SINGLE_COLUMN_IN) -> Figure:
         gaps = TokenTimes(run).gaps(run.column("requests", "status") == "finished")
         return gaps.ns / 1e9, gaps.count
 
-    return _cdf_figure(
-        {label: tbt(run) for label, run in runs.items()}, runs, "time between tokens (s)", width_in, True
-    )
+    samples = {label: tbt(run) for label, run in runs.items()}
+    return cdf_figure(samples, _styles(runs), "time between tokens (s)", "fraction of gaps", width_in, True)
 
 
 def load_over_time(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
@@ -144,18 +145,21 @@ def _styles(runs: Runs) -> dict[str, LineStyle]:
     return styles_for({label: run.config.get("policy") for label, run in runs.items()})
 
 
-def _cdf_figure(
+def cdf_figure(
     samples: Mapping[str, tuple[Floats, NDArray[np.int64]]],
-    runs: Runs,
+    styles: Mapping[str, LineStyle],
     name: str,
-    width_in: float,
+    of_what: str,
+    width_in: float = SINGLE_COLUMN_IN,
     stretch_tail: bool = False,
 ) -> Figure:
-    """stretch_tail: the fraction f is drawn at -log10(1 - f), so that P99 and P99.9 have as much room as P90."""
+    """CDFs of (values, how often each occurs) per label, on a logarithmic axis.
+
+    stretch_tail: the fraction f is drawn at -log10(1 - f), so that P99 and P99.9 have as much room as P90.
+    """
     with house_style():
         figure, axes = new_figure(width_in, 0.76 * width_in)
         ax = axes[0, 0]
-        styles = _styles(runs)
         top = -math.log10(1 - _TAIL_TICKS[-1]) if stretch_tail else 1
         for position, (label, (values, counts)) in enumerate(samples.items()):
             x, y = _cdf(values, counts)
@@ -169,11 +173,14 @@ def _cdf_figure(
                 markevery=marks[marks < len(x)].tolist(), **styles[label].line(),
             )  # fmt: skip
         ax.set_xscale("log")
+        lefts = [percentiles(values[values > 0], [0.5], counts[values > 0])[0] for values, counts in samples.values()]
+        if np.isfinite(lefts).any():
+            ax.set_xlim(left=float(np.nanmin(lefts)) / 1.15)
         ax.set_ylim(0, top * 1.01)
         if stretch_tail:
             ax.set_yticks([-math.log10(1 - tick) for tick in _TAIL_TICKS], [f"{tick:g}" for tick in _TAIL_TICKS])
         ax.set_xlabel(name)
-        ax.set_ylabel("fraction of gaps" if stretch_tail else "fraction of requests")
+        ax.set_ylabel(of_what)
         legend_above(figure, ax, len(samples), per_row=3 if width_in < 5 else 6)
         return figure
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,8 @@ from metrics.summary_keys import ITERATION_TIME, LATENCIES, SUMMARY_KEYS
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from metrics.bubbles import Bubbles
 
 Summary = Mapping[str, Any]
 
@@ -52,11 +53,12 @@ def comparison_table(
     """One row per run, the best value of each column in bold.
 
     A column that no run has a value for is left out; so are the least telling ones when the table would be wider than
-    max_width (by default the terminal; 160 characters into a pipe).
+    max_width (by default what rich takes for the width of the terminal).
     """
+    from rich.console import Console
     from rich.table import Table
 
-    max_width = max_width or shutil.get_terminal_size((160, 40)).columns
+    max_width = max_width or Console().width
     labels = {
         label: label if summary.get("calibrated") is not False else f"{label} *" for label, summary in summaries.items()
     }
@@ -151,6 +153,32 @@ def differences_table(labels: tuple[str, str], found: Mapping[str, Mapping[str, 
         relative = "" if row["relative"] is None or same else f"{row['relative']:+.2%}"
         values = [format_value(key, row["first"]), format_value(key, row["second"])]
         table.add_row(key, *values, relative, style="dim" if same else "")
+    return table
+
+
+def bubble_table(label: str, bubbles: Bubbles, per_request: Mapping[str, float]) -> Table:
+    """Bubbles of one run: per stage and for all, the share of in-flight time that went to each cause."""
+    from rich.table import Table
+
+    from metrics.causes import CAUSE_NAMES, CAUSES
+
+    table = Table(title=label, title_justify="left", box=_plain_box(), show_edge=False, pad_edge=False)
+    table.add_column("stage")
+    for heading in ("in flight", "busy", "idle"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = [cause for c, cause in enumerate(CAUSES) if bubbles.idle_ns[:, c].any()]
+    for cause in shown:
+        table.add_column(CAUSE_NAMES[cause].replace(": ", "\n"), justify="right")
+    for row in bubbles.rows():
+        total = row["in_flight_s"]
+        shares = [f"{row[f'{cause}_s'] / total:.2%}" if total else "-" for cause in shown]
+        idle = f"{row['idle_s'] / total:.2%}" if total else "-"
+        table.add_row(row["stage"], _duration(total), _duration(row["busy_s"]), idle, *shares)
+    table.caption = (
+        f"lost: {bubbles.lost_device_s:,.1f} device-seconds; bubble time per finished request: "
+        + ", ".join(f"{name} {format_value('x_s', value)}" for name, value in per_request.items())
+    )
+    table.caption_justify = "left"
     return table
 
 

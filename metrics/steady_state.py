@@ -1,8 +1,8 @@
 """Where a run settles, and whether it ever does: the warm-up to leave out, and overload.
 
 Warm-up by MSER-5 (White, Cobb & Spratt 2000: truncate where the standard error of the rest's mean is smallest) on the
-number of requests in the system. Overload by the trend of the queueing delay: in an engine that serves less than arrives,
-each second of trace adds the same amount of delay, rho - 1 for a load of rho; in a stable one the delay has no trend.
+number of requests in the system. Overload by the trend of the queueing delay: in an engine that serves less than
+arrives, each second of trace adds rho - 1 seconds of delay for a load of rho; in a stable one the delay has no trend.
 """
 
 from __future__ import annotations

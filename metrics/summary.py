@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from metrics.columns import STATUSES, MetricsError, to_ns
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
-from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.steady_state import steady_state
+from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.utilisation import Work, share_of_peak, work_per_iteration
@@ -97,6 +97,7 @@ def summarise(
             else config.get("model_flops"), model_bytes if model_bytes is not None else config.get("model_bytes"),
         )
     )  # fmt: skip
+    summary.update(_bubbles(run))
     summary.update(_objectives(slo, summary, requests, tokens, measured, own))
     return summary
 
@@ -323,6 +324,20 @@ def _utilisation(
         found[name] = share_of_peak(done, peaks[peak], devices, end_s - start_s)
         found[f"{name}_busy"] = share_of_peak(done, peaks[peak], devices, busy_s)
     return found
+
+
+def _bubbles(run: RunTables) -> dict[str, float]:
+    """Of the whole run: a bubble has no warm-up. A single stage has none worth the name."""
+    if not np.any(run.column("stages", "stage")):
+        return {}
+    from metrics.bubbles import find_bubbles
+
+    found = find_bubbles(run)
+    return {
+        "bubble_share": found.share,
+        **{f"bubble_share_{cause}": share for cause, share in found.cause_shares.items()},
+        "lost_device_s": found.lost_device_s,
+    }
 
 
 def _objectives(

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.bubbles import CAUSE_NAMES, CAUSES, Bubbles, Gaps, find_bubbles
+from metrics.bubbles import Bubbles, Gaps, find_bubbles
+from metrics.causes import CAUSE_NAMES, CAUSES
 from metrics.columns import MetricsError
 from metrics.pipeline import Schedule, schedules
 from metrics.tables import RunTables

@@ -63,7 +63,7 @@ class BlockLedger:
         return -(-tokens // self.block_size)
 
     def cached_tokens(self, track: Track) -> int:
-        return len(self._hits(track)) * self.block_size
+        return max(len(self._hits(track)) * self.block_size, track.computed)
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
         users = self._users
@@ -94,6 +94,9 @@ class BlockLedger:
             assert table is not None
             self._append(track, table)
 
+    def take(self, blocks: int) -> None:
+        raise PolicyError("a ledger by block id gives blocks to requests, one by one")
+
     def computed(self, track: Track, tokens: int) -> None:
         if self.prefix_caching:
             self._name_full_blocks(track, tokens)
@@ -118,6 +121,11 @@ class BlockLedger:
             self._free.move_to_end(block, last=False)
         track.table = None
         track.blocks = 0
+
+    def forget(self) -> None:
+        self._hash_of.clear()
+        self._blocks_of.clear()
+        self._new_blocks.clear()
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         new, self._new_blocks = self._new_blocks, []

@@ -71,13 +71,9 @@ class Draft:
             scheduler.split(cohort, most)
             size = cohort.size
         ledger = scheduler.ledger
-        growth = cohort.growth
-        if growth and growth > ledger.free_blocks:
+        total, deepest = cohort.context_total, step + cohort.longest_base
+        if not cohort.plan_step(ledger):
             return 0
-        total, deepest = cohort.context_total, cohort.context_max
-        growing = cohort.advance()
-        if growing:
-            ledger.grow(growing)
         self.budget_left -= size
         self.decodes += size
         self._context_total += total
@@ -146,13 +142,21 @@ class Draft:
         if granted <= 0:
             return 0
         taken = max(cached + granted, reserve)
-        needed = ledger.admission_blocks(track, cached, max(taken, must_fit))
-        if needed > ledger.free_blocks - scheduler.watermark_blocks:
-            return 0
+        held = track.blocks
+        if held:
+            # Its KV was handed over and lies here already.
+            needed = ledger.blocks_for(max(taken, must_fit)) - held
+            if needed > 0 and needed > ledger.free_blocks - scheduler.watermark_blocks:
+                return 0
+        else:
+            needed = ledger.admission_blocks(track, cached, max(taken, must_fit))
+            if needed > ledger.free_blocks - scheduler.watermark_blocks:
+                return 0
         scheduler.start(track, cached, self.now_ns)
-        ledger.admit(track, cached)
+        if not held:
+            ledger.admit(track, cached)
         ledger.extend(track, taken)
-        self.cached_tokens += cached
+        self.cached_tokens += cached - track.computed
         self._grant_chunk(track, granted, cached)
         return granted
 

@@ -27,6 +27,7 @@ def make_scheduler(
     tile: int = 128,
     estimator: Callable[[BatchShape], Ns] | None = None,
     by_id: bool = False,
+    ahead: bool | None = None,
 ) -> Scheduler:
     """A scheduler for one engine.
 
@@ -34,9 +35,11 @@ def make_scheduler(
     watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
     executor needs them; a policy with `prefix_caching` always gets them).
 
-    A policy whose knobs have `async_scheduling` plans one batch ahead: see `Scheduler.depth`.
+    ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's own knob
+    `async_scheduling` says, which no policy but vLLM's has.
     """
-    ahead = bool(getattr(policy, "async_scheduling", False))
+    if ahead is None:
+        ahead = bool(getattr(policy, "async_scheduling", False))
     caching = bool(getattr(policy, "prefix_caching", False))
     ledger: KVLedger
     if by_id or caching:

@@ -34,7 +34,8 @@ class KVView(Protocol):
     def blocks_for(self, tokens: int) -> int: ...
 
     def cached_tokens(self, track: Track) -> int:
-        """Tokens of the longest prefix hit: whole blocks, at most `track.known` - 1."""
+        """Tokens that need no prefill: the longest prefix hit (whole blocks), or what was handed over if that is more;
+        at most `track.known` - 1."""
         ...
 
 
@@ -57,12 +58,20 @@ class KVLedger(KVView, Protocol):
         """One more block for each of these cohort members."""
         ...
 
+    def take(self, blocks: int) -> None:
+        """What many calls of `grow` would take, from a ledger that only counts."""
+        ...
+
     def computed(self, track: Track, tokens: int) -> None:
         """A batch now planned computes a prompt up to its first `tokens` tokens: their full blocks may be shared."""
         ...
 
     def release(self, track: Track) -> None:
         """Take back everything from a track that is in no cohort; its context says how much of it is computed."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what free blocks contain: the memory was lost."""
         ...
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
@@ -93,7 +102,7 @@ class CountingLedger:
         return -(-tokens // self.block_size)
 
     def cached_tokens(self, track: Track) -> int:
-        return 0
+        return track.computed
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -111,12 +120,18 @@ class CountingLedger:
     def grow(self, tracks: Collection[Track]) -> None:
         self.free_blocks -= len(tracks)
 
+    def take(self, blocks: int) -> None:
+        self.free_blocks -= blocks
+
     def computed(self, track: Track, tokens: int) -> None:
         return
 
     def release(self, track: Track) -> None:
         self.free_blocks += track.blocks
         track.blocks = 0
+
+    def forget(self) -> None:
+        return
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
 
@@ -118,5 +119,12 @@ class Queues:
 def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
-    else:
-        queue.remove(track)
+        return
+    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
+    arrival_ns = track.request.arrival_ns
+    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
+    for near in range(at, min(at + 64, len(queue))):
+        if queue[near] is track:
+            del queue[near]
+            return
+    queue.remove(track)

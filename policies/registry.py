@@ -60,7 +60,7 @@ def policy_class(name: str) -> type[Policy]:
         return _checked(getattr(importlib.import_module(module), cls), name)
     path, colon, cls = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _checked(_from_file(Path(path), cls), name)
+        return _checked(class_from_file("policy", Path(path), cls), name)
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             return _checked(point.load(), name)
@@ -98,11 +98,12 @@ def make_policy(name: str, knobs: Mapping[str, Any] | None = None) -> Policy:
         if knob is None:
             has = ", ".join(known) or "none"
             raise PolicyError(f"policy {name} has no knob {key!r}; its knobs: {has}")
-        values[knob.name] = _value(name, knob, value)
+        values[knob.name] = knob_value(f"policy {name}", knob, value)
     return cls(**values)
 
 
-def _value(policy: str, knob: Knob, value: Any) -> Any:
+def knob_value(owner: str, knob: Knob, value: Any) -> Any:
+    """The value of a knob, which may come as text; PolicyError names the owner, the knob, found and expected."""
     wanted = knob.type
     text = str(value).strip()
     try:
@@ -118,17 +119,17 @@ def _value(policy: str, knob: Knob, value: Any) -> Any:
             converted = text if isinstance(value, str) or wanted is str else value
     except (ValueError, KeyError):
         raise PolicyError(
-            f"policy {policy}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
+            f"{owner}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
         ) from None
     if knob.choices and converted not in knob.choices:
         raise PolicyError(
-            f"policy {policy}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
+            f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
         )
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         if converted != converted or (knob.least is not None and converted < knob.least):
-            raise PolicyError(f"policy {policy}, knob {knob.name}: found {converted}, expected at least {knob.least}")
+            raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at least {knob.least}")
         if knob.most is not None and converted > knob.most:
-            raise PolicyError(f"policy {policy}, knob {knob.name}: found {converted}, expected at most {knob.most}")
+            raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at most {knob.most}")
     return converted
 
 
@@ -138,22 +139,23 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-def _from_file(path: Path, cls: str) -> Any:
+def class_from_file(kind: str, path: Path, cls: str) -> Any:
+    """A class from a user's own file, which is run by this; kind: policy or router, for messages."""
     if not path.is_file():
-        raise PolicyError(f"policy file {path}: no such file")
-    module_name = f"charioteer_user_policy_{abs(hash(path.resolve()))}"
+        raise PolicyError(f"{kind} file {path}: no such file")
+    module_name = f"charioteer_user_{kind}_{abs(hash(path.resolve()))}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise PolicyError(f"policy file {path}: cannot be imported as Python")
+        raise PolicyError(f"{kind} file {path}: cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise PolicyError(f"policy file {path}: {type(error).__name__}: {error}") from error
+        raise PolicyError(f"{kind} file {path}: {type(error).__name__}: {error}") from error
     if not hasattr(module, cls):
-        raise PolicyError(f"policy file {path}: found no class {cls!r} in it")
+        raise PolicyError(f"{kind} file {path}: found no class {cls!r} in it")
     return getattr(module, cls)
 
 

@@ -16,6 +16,7 @@ from policies.batch import Batch, BatchShape, Decodes
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
 from policies.errors import PolicyError
+from policies.handover import Handover
 from policies.host import Host
 from policies.ledger import KVLedger
 from policies.policy import Policy
@@ -69,6 +70,7 @@ class Scheduler:
         self.queues = Queues(self.host)
         self.alarm_ns: Ns | None = None
         self.tracks: dict[int, Track] = {}
+        self.handover = Handover(self)
         self.preemptions = 0
         self._retired: list[Cohort] = []
         self._admissions = 0
@@ -84,25 +86,40 @@ class Scheduler:
     # Requests come and go
 
     def add(
-        self, request: Request, now_ns: Ns, *, ends_after: int | None = None, computed: int = 0, produced: int = 0
+        self,
+        request: Request,
+        now_ns: Ns,
+        *,
+        ends_after: int | None = None,
+        computed: int = 0,
+        produced: int = 0,
+        hands_over: bool = False,
     ) -> Track:
         """Queue a request. Its track's status is "rejected" (with a reason) if it could never run here.
 
         ends_after: the oracle's output length; None where only the model knows (the declared limit then holds).
         computed: prompt tokens whose KV is handed over with it; produced: output tokens delivered elsewhere.
+        hands_over: keep its blocks when it has finished, until `handover.release`.
         """
+        track = self.enter(request, now_ns, ends_after, computed, produced)
+        if track.status != "rejected":
+            track.hands_over = hands_over
+            self.queues.enqueue(track)
+        return track
+
+    def enter(self, request: Request, now_ns: Ns, ends_after: int | None, computed: int, produced: int) -> Track:
+        """Book a request and its work, without queueing it."""
         if request.id in self.tracks:
             raise PolicyError(f"request {request.id} was added twice")
         track = Track(request, request.max_output_tokens if ends_after is None else ends_after, computed, produced)
         if produced:
             track.first_token_ns = track.last_token_ns = now_ns
-        reason = self._why_not(request)
+        reason = self.why_not(request)
         if reason:
             track.status, track.reason, track.finished_ns = "rejected", reason, now_ns
             return track
         self.tracks[request.id] = track
         queues = self.queues
-        queues.enqueue(track)
         queues.prefill_tokens += self._unplanned(track)
         queues.decode_tokens_promised += track.limit_after - produced
         return track
@@ -115,13 +132,31 @@ class Scheduler:
             if track is None:
                 continue
             unplanned = self._unplanned(track)
-            if track.order < 0:
-                self.queues.dequeue(track)
-            else:
+            if track.closing:
+                self._reopen(track)
+            if track.order >= 0:
                 self._vacate(track)
+            else:
+                if self.handover.expected.pop(request_id, None) is None:
+                    self.queues.dequeue(track)
+                if track.blocks:
+                    self.ledger.release(track)
             self._forget(track, unplanned)
             track.status, track.reason, track.finished_ns = status, reason, now_ns
             gone.append(track)
+        return gone
+
+    def abandon(self, reason: str, now_ns: Ns = 0) -> list[Track]:
+        """The engine died: batches in flight never return and its KV is lost. Every request comes back, "failed"."""
+        for request_id in list(self.handover.held):
+            self.handover.release(request_id)
+        gone = self.withdraw(list(self.tracks), reason, now_ns, status="failed")
+        for cohort in self._retired:
+            # Steps in flight will not complete; nobody has a segment that claims them.
+            cohort.planned = len(cohort.times)
+        self.queues.in_flight_batches = 0
+        self.alarm_ns = None
+        self.ledger.forget()
         return gone
 
     def reject_stuck(self, now_ns: Ns) -> Track | None:
@@ -132,12 +167,15 @@ class Scheduler:
         queues = self.queues
         if queues.in_flight_batches or self.alarm_ns is not None or not queues.waiting:
             return None
+        if self.handover.held or self.handover.expected:
+            return None
         head = queues.waiting[0]
         reason = f"{type(self.policy).__name__} cannot start it on an idle engine ({self._needs(head)})"
         self.withdraw([head.request.id], reason, now_ns, status="failed" if head.produced else "rejected")
         return head
 
-    def _why_not(self, request: Request) -> str:
+    def why_not(self, request: Request) -> str:
+        """Why a request could never run here; empty if it can."""
         length = request.prompt_tokens + request.max_output_tokens
         if length > self.max_model_len:
             return f"prompt + output limit = {length} tokens, more than the longest allowed {self.max_model_len}"
@@ -168,7 +206,8 @@ class Scheduler:
             self.policy.plan(queues, draft, self.ledger, self.host, now_ns)
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts or not draft.preempted:
-                break
+                if draft.parts or queues.in_flight_batches or not queues.waiting or not self.handover.reclaim():
+                    break
         self.alarm_ns = draft.alarm_ns
         self._only_now = draft.only_now
         if not draft.parts:
@@ -259,7 +298,7 @@ class Scheduler:
         part = batch.parts[0]
         assert isinstance(part, Decodes)
         ledger = self.ledger
-        taken = cohort.advance_by(steps, ledger.grow)
+        taken = cohort.plan_steps(steps, ledger)
         cohort.times.extend(ends_ns)
         batch.number += steps
         self._batches += steps
@@ -426,7 +465,20 @@ class Scheduler:
         self._retired.append(small)
         return large
 
+    def _reopen(self, track: Track) -> None:
+        """A member set aside for its last token will not receive it after all."""
+        for cohort in (*self._retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
+            for end, tracks in cohort.closing.items():
+                if track in tracks:
+                    tracks.remove(track)
+                    cohort.lost[end - 1] = cohort.lost.get(end - 1, 0) + 1
+                    track.take_back_token()
+                    self.queues.decode_tokens_promised += 1
+                    return
+
     def _finish(self, track: Track, now_ns: Ns) -> None:
+        if track.hands_over:
+            self.handover.held[track.request.id] = track
         self._vacate(track)
         del self.tracks[track.request.id]
         track.last_token_ns = now_ns
@@ -453,7 +505,8 @@ class Scheduler:
         elif not track.closing:
             queues.parts.remove(track)
         track.closing = False
-        self.ledger.release(track)
+        if track.request.id not in self.handover.held:
+            self.ledger.release(track)
         queues.count_running(track, -1)
         track.order = -1
         track.epoch += 1

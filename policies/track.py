@@ -27,9 +27,9 @@ class Track:
 
     __slots__ = (
         "admitted_ns", "base", "blocks", "cached_total", "chunks_in_flight", "closing", "cohort", "computed",
-        "decodes_from", "ends_after", "epoch", "finished_ns", "first_token_ns", "last_token_ns", "limit_after", "order",
-        "own_context", "own_known", "preemptions", "produced", "reason", "request", "segment_start", "segments",
-        "status", "table",
+        "decodes_from", "ends_after", "epoch", "finished_ns", "first_token_ns", "hands_over", "last_token_ns",
+        "limit_after", "order", "own_context", "own_known", "preemptions", "produced", "reason", "request",
+        "segment_start", "segments", "status", "table",
     )  # fmt: skip
 
     def __init__(self, request: Request, ends_after: int, computed: int = 0, produced: int = 0) -> None:
@@ -40,6 +40,7 @@ class Track:
         self.computed = computed
         self.chunks_in_flight = 0
         self.closing = False
+        self.hands_over = False
         self.cohort: Cohort | None = None
         self.base = 0
         self.segment_start = 0
@@ -89,6 +90,13 @@ class Track:
         if cohort is None:
             return self.produced
         return self.produced + max(0, len(cohort.times) - self.segment_start)
+
+    def take_back_token(self) -> None:
+        """Its last token was on its way but will not be delivered."""
+        cohort, start, end = self.segments.pop()
+        if end - 1 > start:
+            self.segments.append((cohort, start, end - 1))
+        self.produced -= 1
 
     def __repr__(self) -> str:
         return f"Track(request {self.request.id}, {self.status}, context {self.context} of {self.known})"

@@ -19,7 +19,9 @@ from simulator.errors import SimulationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from simulator.advise import Advice
     from simulator.simulation import Run
+    from workloads import Trace
 
 app = typer.Typer(
     name="simulator",
@@ -40,13 +42,22 @@ def replay_command(
     policy: o.Policy = "chunked",
     out: o.Out = None,
     figures: o.Figures = False,
+    timeline: o.Timeline = None,
+    follow: o.Follow = None,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
     settings, reading = o.collect(ctx, config)
+    if (timeline or figures) and out is None:
+        raise SimulationError("--timeline and --figures: say where with --out")
+    window = _timeline_window(timeline, follow)
     runs = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    if window is not None and out is not None:
+        from metrics.timeline import write_timeline
+
+        write_timeline(out / "timeline.json", next(iter(runs.values())).tables, window=window, request=follow)
     _report(runs, out, figures, as_json)
 
 
@@ -56,6 +67,7 @@ def compare_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
     policies: o.Policies = None,
+    seeds: o.Seeds = 1,
     out: o.Out = None,
     figures: o.Figures = False,
     config: o.ConfigFile = None,
@@ -67,8 +79,51 @@ def compare_command(
     names = [name.strip() for name in policies.split(",")] if policies else list(BUILT_IN)
     if len(set(names)) != len(names) or not all(names):
         raise SimulationError(f"--policies: found {policies!r}, expected different names separated by commas")
+    if seeds < 1:
+        raise SimulationError(f"--seeds: found {seeds}, expected at least 1")
+    if seeds > 1:
+        if out is not None or figures:
+            raise SimulationError("--seeds compares draws and keeps no run: it does not go with --out or --figures")
+        _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
+        return
     runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
     _report(runs, out, figures, as_json)
+
+
+@app.command("advise", context_settings=_KNOBS)
+@o.replay_flags
+def advise_command(
+    ctx: typer.Context,
+    trace: o.TraceFile = None,
+    preset: o.Preset = None,
+    out: o.Out = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
+    **shared: Any,
+) -> None:
+    """Which policy and chunk size for this trace on this GPU, and why; with the matching vLLM flags."""
+    from simulator.advise import advise, draw_frontier, run_chosen
+
+    settings, reading = o.collect(ctx, config)
+    slo = settings.slo
+    if preset is not None:
+        from workloads.presets import preset as named
+
+        chosen = named(preset)
+        workload = chosen.trace(seed=settings.seed)
+        slo = slo or ",".join(f"{key}={bound:g}" for key, bound in chosen.slo.items())
+    else:
+        workload = o.read_options_trace(trace, reading, settings.seed)
+    advice = advise(workload, settings, slo=slo, progress=None if as_json else _say_trying)
+    if out is not None:
+        run_chosen(workload, advice).write(out)
+        draw_frontier(advice, out / "figures")
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready(advice.as_dict()), indent=2))
+        return
+    _print_advice(advice, out)
 
 
 @app.command("policies")
@@ -80,18 +135,92 @@ def policies_command(as_json: o.Json = False) -> None:
         knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
         rule = " ".join((cls.__doc__ or "").split())
         rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+    _list_pages("policy", "--", rows, as_json)
+
+
+@app.command("routers")
+def routers_command(as_json: o.Json = False) -> None:
+    """List every router with its knobs, defaults, paper and rule."""
+    from simulator.routers import router_class, router_knobs, router_names
+
+    rows = []
+    for name in router_names():
+        cls = router_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+    _list_pages("router", "--router-knob ", rows, as_json)
+
+
+def _list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Policies or routers: name, paper, rule, knobs."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-
-    console = Console()
+    console = _console()
     for row in rows:
-        console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            flag = knob.replace("_", "-")
-            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = prefix + knob.replace("_", "-")
+            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+
+
+def _timeline_window(text: str | None, follow: int | None) -> Any:
+    if text is None:
+        if follow is not None:
+            raise SimulationError("--follow goes with --timeline FROM:TO")
+        return None
+    from metrics.timeline import parse_window
+
+    return parse_window(text)
+
+
+def _compare_draws(
+    path: Path | None, settings: dict[str, ReplayConfig], reading: o.TraceOptions, seeds: int, as_json: bool
+) -> None:
+    from simulator.seeds import compare_over_draws, comparison_rows
+    from workloads.resample import resample
+
+    first = next(iter(settings.values())).seed
+    recorded = None if reading.arrivals else o.read_options_trace(path, reading, first)
+
+    def draw(number: int) -> Trace:
+        if recorded is None:
+            return o.read_options_trace(path, reading, first + number)
+        return resample(recorded, first + number)
+
+    result = compare_over_draws(draw, settings, seeds, progress=None if as_json else _say_draw)
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready(result.as_dict()), indent=2))
+        return
+    _console().print(comparison_rows(result))
+
+
+def _say_draw(number: int, policy: str) -> None:
+    if sys.stderr.isatty():
+        print(f"draw {number + 1}: {policy}", file=sys.stderr)
+
+
+def _say_trying(label: str) -> None:
+    if sys.stderr.isatty():
+        print(f"trying {label}", file=sys.stderr)
+
+
+def _print_advice(advice: Advice, out: Path | None) -> None:
+    from metrics.report import comparison_table
+
+    console = _console()
+    tried = {candidate.label: candidate.summary for candidate in advice.tried}
+    console.print(comparison_table(tried, max_width=console.width))
+    console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
+    for reason in advice.reasons:
+        console.print(f"- {reason}", highlight=False, soft_wrap=True)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
+    console.print(f"with vLLM: {flags}", highlight=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"the run and the frontier are in {out}", highlight=False, soft_wrap=True)
 
 
 def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:
@@ -114,12 +243,12 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.simulation import make_engine, replay
+    from simulator.simulation import make_cluster_plan, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
-        make_engine(config, trace)
+        make_cluster_plan(config, trace)
     for note in [] if quiet else trace.notes:
         print(f"note: {note}", file=sys.stderr)
     runs: dict[str, Run] = {}
@@ -148,7 +277,12 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
             raise SimulationError("--figures: say where with --out")
         from metrics.figures import draw_all
 
-        drawn = draw_all({_folder_name(name): run.tables for name, run in runs.items()}, out / "figures")
+        tables = {_folder_name(name): run.tables for name, run in runs.items()}
+        drawn = draw_all(tables, out / "figures")
+        if all((run.config.get("pp") or 1) > 1 for run in runs.values()):
+            from metrics.pipeline_figures import draw_pipeline
+
+            drawn += draw_pipeline(tables, out / "figures")
     summaries = {_folder_name(name): run.summary for name, run in runs.items()}
     if as_json:
         from metrics.run_folder import json_ready
@@ -156,12 +290,10 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         only = next(iter(summaries.values())) if len(summaries) == 1 else summaries
         print(json.dumps(json_ready(only), indent=2))
         return
-    from rich.console import Console
-
     from metrics.report import comparison_table
 
-    console = Console()
-    console.print(comparison_table(summaries))
+    console = _console()
+    console.print(comparison_table(summaries, max_width=console.width))
     first = next(iter(runs.values()))
     trust = "calibrated" if first.config["calibrated"] else "uncalibrated"
     console.print(f"costs: {first.config['cost_model']} ({trust})", highlight=False, soft_wrap=True)
@@ -169,10 +301,31 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         reasons = _reasons(run)
         if reasons:
             console.print(f"{run.config['policy']}: {reasons}", highlight=False, soft_wrap=True)
+        if run.summary["overloaded"]:
+            words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
+            console.print(f"{run.config['policy']}: {words}", highlight=False, soft_wrap=True)
+    classes = _class_summaries(runs)
+    if classes:
+        console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
     if out is not None:
         console.print(f"written to {out}", highlight=False, soft_wrap=True)
     if drawn:
         console.print(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}", highlight=False)
+
+
+def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """policy / class -> summary, where the requests have more than one SLO class."""
+    from metrics import summarise_classes
+    from metrics.slo import parse_objectives
+
+    found = {}
+    for name, run in runs.items():
+        slo = run.config["replay"]["slo"]
+        classes = summarise_classes(run.tables, slo=parse_objectives(slo) if slo else None)
+        if len(classes) < 2:
+            return {}
+        found |= {f"{_folder_name(name)} {label}": summary for label, summary in classes.items()}
+    return found
 
 
 def _reasons(run: Run) -> str:
@@ -182,6 +335,15 @@ def _reasons(run: Run) -> str:
     status, reason = run.tables.column("requests", "status"), run.tables.column("requests", "reason")
     counts = Counter((str(s), str(r)) for s, r in zip(status, reason) if s != "finished")
     return "; ".join(f"{count} {status} ({reason})" for (status, reason), count in counts.most_common(3))
+
+
+def _console() -> Any:
+    """As wide as the terminal; 160 characters into a pipe, as the tables assume."""
+    import shutil
+
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 40)).columns)
 
 
 class _progress:  # noqa: N801

@@ -8,6 +8,11 @@ from typing import Any
 
 from simulator.errors import SimulationError
 
+COUNTS = (
+    "replicas", "tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit",
+)  # fmt: skip
+TUPLES = ("layer_split", "pools", "failures")
+
 
 @dataclass(frozen=True)
 class ReplayConfig:
@@ -17,6 +22,14 @@ class ReplayConfig:
     model's own. tp, pp: devices per stage and stages. max_model_len: longest prompt + output, the trace's own longest
     by default. num_blocks: usable KV blocks, otherwise what the GPU's memory holds.
     warmup: requests ("100") or seconds ("30s") left out of the statistics. slo: "ttft_p99=2,tbt_p99=0.2".
+
+    replicas, router, router_knobs: equal replicas and how requests are dealt to them. pools: unequal ones instead, each
+    a table of `role` (serve, prefill, decode), `replicas` and whatever it has of its own (see simulator.pools).
+    decode_router: picks the decode replica of a prompt that is done. kv_bandwidth: bytes/s of one device's NIC in one
+    direction, the GPU's own network by default; kv_latency_s: of one transfer; layerwise_kv: send a layer's KV while
+    the next one is being computed. failures: "REPLICA@DOWN_S" or "REPLICA@DOWN_S+FOR_S"; on_failure: requeue or fail.
+    autoscale: knobs of simulator.autoscaling.Autoscaling; empty for a fixed number of replicas. afd: knobs of
+    simulator.afd.Apart; empty for attention and FFN on the same devices. pp_link: link (stages in one node) or network.
     """
 
     policy: str = "chunked"
@@ -44,9 +57,23 @@ class ReplayConfig:
     warmup: str | None = None
     slo: str | None = None
     leaps: bool = True
+    replicas: int = 1
+    router: str = "least_outstanding_requests"
+    router_knobs: Mapping[str, Any] = field(default_factory=dict)
+    pools: tuple[Mapping[str, Any], ...] = ()
+    decode_router: str = "least_kv"
+    decode_router_knobs: Mapping[str, Any] = field(default_factory=dict)
+    kv_bandwidth: float | None = None
+    kv_latency_s: float = 10e-6
+    layerwise_kv: bool = False
+    failures: tuple[str, ...] = ()
+    on_failure: str = "requeue"
+    autoscale: Mapping[str, Any] = field(default_factory=dict)
+    afd: Mapping[str, Any] = field(default_factory=dict)
+    pp_link: str = "link"
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit"):
+        for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
@@ -57,6 +84,14 @@ class ReplayConfig:
             raise SimulationError(f"--watermark: found {self.watermark:g}, expected at least 0 and below 1")
         if not 0 < self.rate_scale < float("inf"):
             raise SimulationError(f"--rate-scale: found {self.rate_scale}, expected a number above 0")
+        if self.kv_bandwidth is not None and not 0 < self.kv_bandwidth < float("inf"):
+            raise SimulationError(f"--kv-bandwidth: found {self.kv_bandwidth}, expected bytes per second above 0")
+        if not 0 <= self.kv_latency_s < float("inf"):
+            raise SimulationError(f"--kv-latency: found {self.kv_latency_s}, expected seconds, 0 or more")
+        if self.pp_link not in ("link", "network"):
+            raise SimulationError(f"--pp-link: found {self.pp_link!r}, expected link or network")
+        if self.on_failure not in ("requeue", "fail"):
+            raise SimulationError(f"--on-failure: found {self.on_failure!r}, expected requeue or fail")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +105,7 @@ class ReplayConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            cleaned[name] = tuple(value) if name == "layer_split" and value is not None else value
+            cleaned[name] = tuple(value) if name in TUPLES and value is not None else value
         return cls(**cleaned)
 
 

@@ -13,23 +13,48 @@ from profiler import load_hardware, load_model_spec
 from workloads import Trace
 
 if TYPE_CHECKING:
-    from simulator.simulation import Engine
+    from simulator.engine import Engine
+    from simulator.pools import ClusterPlan
 
 PACKAGES = ("charioteer", "simpy", "numpy", "pandas", "pyarrow", "scikit-learn")
 
 
-def run_config(trace: Trace, engine: Engine) -> dict[str, Any]:
-    """config.json of a simulated run. `replay` holds the fields that `--config` reads back."""
-    config = engine.config
-    scheduler = engine.scheduler()
-    policy = engine.policy
-    knobs = {name: getattr(policy, name) for name in knobs_of(type(policy))}
-    cost = engine.cost
+def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a simulated run. `replay` holds the fields that `--config` reads back.
+
+    cluster: what became of it (`Cluster.facts`). Where pools differ, a fact of theirs is given only in `pools`; names
+    are joined.
+    """
+    config = plan.config
+    pools = [_engine_facts(pool.engine) for pool in plan.pools]
+    facts = {key: _shared(key, [pool[key] for pool in pools]) for key in pools[0]}
+    rows = [{"role": pool.role, "replicas": pool.replicas, **row} for pool, row in zip(plan.pools, pools)]
+    engine = plan.engine.config
+    work = work_facts(config.model, engine.gpu, config.dtype, config.kv_dtype, engine.tp, engine.pp)
+    work["peaks"] = _mean_peaks(plan, config.dtype)
     return {
         "world": "simulated",
+        "model": str(config.model),
+        **facts,
+        "router": config.router if plan.config.pools or config.replicas > 1 else None,
+        "pools": rows,
+        "cluster": dict(cluster),
+        "trace": trace_facts(trace),
+        "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
+        "seed": config.seed,
+        "versions": versions(),
+        **work,
+    }
+
+
+def _engine_facts(engine: Engine) -> dict[str, Any]:
+    """What the replicas of one pool are."""
+    config, cost, policy = engine.config, engine.cost, engine.policy
+    scheduler = engine.scheduler()
+    knobs = {name: getattr(policy, name) for name in knobs_of(type(policy))}
+    return {
         "policy": config.policy,
         "knobs": knobs,
-        "model": str(config.model),
         "gpu": str(config.gpu),
         "cost_model": cost.name,
         "cost_kind": cost.kind,
@@ -45,11 +70,30 @@ def run_config(trace: Trace, engine: Engine) -> dict[str, Any]:
         "watermark_blocks": scheduler.watermark_blocks,
         "slots": max(1, scheduler.ledger.slots // config.pp),
         "chunk_size": knobs.get("chunk_size"),
-        "trace": trace_facts(trace),
-        "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
-        "seed": config.seed,
-        "versions": versions(),
-        **work_facts(config.model, config.gpu, config.dtype, config.kv_dtype, config.tp, config.pp),
+    }
+
+
+def _shared(key: str, values: list[Any]) -> Any:
+    """One value for all pools: their common one, names joined, `calibrated` only if all are; else None."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    if key == "calibrated":
+        return all(values)
+    return " + ".join(dict.fromkeys(values)) if isinstance(values[0], str) else None
+
+
+def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
+    """Peak rates per device, averaged over all devices of the cluster, so that rate x devices is the cluster's."""
+    per_device = [
+        work_facts(plan.config.model, pool.engine.config.gpu, dtype, "auto", 1, 1)["peaks"] for pool in plan.pools
+    ]
+    devices = plan.devices
+    return {
+        **{
+            name: sum(peaks[name] * pool.devices for peaks, pool in zip(per_device, plan.pools)) / devices
+            for name in ("peak_flops", "peak_bytes_per_s")
+        },
+        "devices": devices,
     }
 
 

@@ -53,6 +53,13 @@ class Kernels(ABC):
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         """gated: weight is gate above up, [2 n, in]; the result is silu(gate) * up, n columns."""
 
+    def begin(self) -> None:  # noqa: B027 (most kernels have nothing to do here)
+        """Called before every forward pass."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> Tensor:
+        """Write the rows of the embedding `table` that token_ids (int64) name into out."""
+
     @abstractmethod
     def norm_weight(self, weight: Tensor) -> Tensor:
         """A norm's weight as rms_norm and rotate_and_store want it."""

@@ -87,6 +87,17 @@ class NativeKernels(Kernels):
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return NativeLinear(weight, bias, gated)
 
+    def begin(self) -> None:
+        self._library.ct_set_threads(torch.get_num_threads())
+
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> Tensor:
+        half = int(table.dtype == torch.bfloat16)
+        rows, columns = out.shape
+        if rows and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < table.shape[0]:
+            raise ExecutorError(f"token ids: found one outside 0 to {table.shape[0] - 1}, the model's vocabulary")
+        self._library.ct_embed(token_ids.data_ptr(), rows, table.data_ptr(), half, columns, out.data_ptr())
+        return out
+
     def norm_weight(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()
 

@@ -41,6 +41,9 @@ class PlainKernels(Kernels):
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return PlainLinear(weight, bias, gated)
 
+    def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(table[token_ids])
+
     def norm_weight(self, weight: Tensor) -> Tensor:
         return weight
 

@@ -248,12 +248,10 @@ static void attend(const Work& w) {
     long chunk_items = 0;
     for (long c = 0; c < w.num_chunks; ++c) chunk_items += (w.chunk_tokens[c] + tokens_per_tile - 1) / tokens_per_tile * kv_heads;
     const long items = chunk_items + w.num_decodes * kv_heads;
-    std::atomic<long> next{0};
-#pragma omp parallel
-    for (long item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+    parallel(items, [&](long item) {
         if (item >= chunk_items) {
             decode_tile<T>(w, (item - chunk_items) / kv_heads, (item - chunk_items) % kv_heads);
-            continue;
+            return;
         }
         for (long c = 0, left = item; c < w.num_chunks; ++c) {
             const long tiles = (w.chunk_tokens[c] + tokens_per_tile - 1) / tokens_per_tile;
@@ -265,5 +263,5 @@ static void attend(const Work& w) {
             chunk_tile<T>(w, c, left % kv_heads, first, std::min(tokens_per_tile, w.chunk_tokens[c] - first));
             break;
         }
-    }
+    });
 }

@@ -2,13 +2,12 @@
 // A tile of MR rows by one panel lives in registers over the whole of k, so every row's sum runs over k in the same
 // order whatever the batch around it: a row's result never depends on its neighbours.
 #pragma once
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
+#include <cstdlib>
 #include <type_traits>
 #include <utility>
 
+#include "pool.h"
 #include "vec.h"
 
 constexpr int PANEL = 2 * LANES;
@@ -125,7 +124,7 @@ static inline float* scratch(long floats) {
 template <typename W>
 static void gemm(const float* a, long lda, long m, const W* packed, long k, long first, long last, const Output& out) {
     const long panels = last - first, panel_words = k * panel_step<W>();
-    const int threads = omp_get_max_threads();
+    const int threads = ThreadPool::shared().threads();
     long group = std::clamp(PANEL_GROUP_BYTES / (k * PANEL * 4), 1L, panels);
     long blocks = 1;
     while (group > 1 && (panels + group - 1) / group * blocks < 4 * threads) {
@@ -134,12 +133,10 @@ static void gemm(const float* a, long lda, long m, const W* packed, long k, long
     }
     const long groups = (panels + group - 1) / group, rows = ((m + blocks - 1) / blocks + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
     const bool widen_first = !std::is_same<W, float>::value && m > 3 * MAX_ROWS;
-    std::atomic<long> next{0};
-#pragma omp parallel num_threads(threads)
-    for (long unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < groups * blocks;) {
+    parallel(groups * blocks, [&](long unit) {
         const long row = unit % blocks * rows, end = std::min(m, row + rows);
         const long begin = first + unit / blocks * group, stop = std::min(last, begin + group);
-        if (row >= end) continue;
+        if (row >= end) return;
         for (long panel = begin; panel < stop; ++panel) {
             const W* b = packed + panel * panel_words;
             if constexpr (!std::is_same<W, float>::value) {
@@ -157,7 +154,7 @@ static void gemm(const float* a, long lda, long m, const W* packed, long k, long
             }
             row_tiles(a, lda, b, k, panel, row, end, out);
         }
-    }
+    });
 }
 
 // Rows of W that feed output column c of panel p: gate and up rows side by side when the epilogue multiplies them.
@@ -170,12 +167,12 @@ static inline long packed_row(long panel, long column, long n, bool gated) {
 template <typename E>
 static void pack(const E* w, long ldw, long n, long k, bool gated, E* out) {
     const long panels = gated ? (n / 2 + LANES - 1) / LANES : (n + PANEL - 1) / PANEL;
-#pragma omp parallel for
-    for (long panel = 0; panel < panels; ++panel)
+    parallel(panels, [&](long panel) {
         for (long column = 0; column < PANEL; ++column) {
             const long row = packed_row(panel, column, n, gated);
             // bfloat16: the two vectors are interleaved into 32-bit words.
             const long place = sizeof(E) == 4 ? column : column % LANES * 2 + column / LANES;
             for (long p = 0; p < k; ++p) out[(panel * k + p) * PANEL + place] = row < n ? w[row * ldw + p] : E(0);
         }
+    });
 }

@@ -1,5 +1,5 @@
 // CPU kernels of the executor behind a plain C interface (see executor/native/library.py): no header of any framework,
-// so that building takes seconds and binds to no version. Threads are those of the OpenMP runtime already loaded.
+// so that building takes seconds and binds to no version.
 #include <cstdlib>
 
 #include "attention.h"
@@ -10,7 +10,8 @@ extern "C" {
 
 int ct_lanes() { return LANES; }
 int ct_queries() { return QUERIES; }
-int ct_threads() { return omp_get_max_threads(); }
+int ct_threads() { return ThreadPool::shared().threads(); }
+void ct_set_threads(int threads) { ThreadPool::shared().resize(threads); }
 
 long ct_packed_panels(long n, int gated) { return gated ? (n / 2 + LANES - 1) / LANES : (n + PANEL - 1) / PANEL; }
 
@@ -27,8 +28,18 @@ void ct_gemm(const float* a, long lda, long m, const void* packed, int half, lon
 }
 
 void ct_rms_norm(const float* x, long ldx, const float* weight, float eps, long rows, long n, float* out) {
-#pragma omp parallel for schedule(dynamic, 16) if (rows >= 8)
-    for (long row = 0; row < rows; ++row) rms_norm_row(x + row * ldx, weight, eps, n, out + row * n);
+    parallel_rows(rows, 32, [&](long first, long last) {
+        for (long row = first; row < last; ++row) rms_norm_row(x + row * ldx, weight, eps, n, out + row * n);
+    });
+}
+
+void ct_embed(const int64_t* ids, long rows, const void* table, int half, long n, float* out) {
+    parallel_rows(rows, 64, [&](long first, long last) {
+        for (long row = first; row < last; ++row) {
+            if (half) widen_row(static_cast<const uint16_t*>(table) + ids[row] * n, n, out + row * n);
+            else widen_row(static_cast<const float*>(table) + ids[row] * n, n, out + row * n);
+        }
+    });
 }
 
 void ct_rotate_and_store(const Rotation* r, int half) {
@@ -42,7 +53,8 @@ void ct_attend(const Work* w, int half) {
 }
 
 void ct_argmax(const float* logits, long ld, long rows, long n, int64_t* out) {
-#pragma omp parallel for schedule(dynamic, 1)
-    for (long row = 0; row < rows; ++row) out[row] = argmax_row(logits + row * ld, n);
+    parallel_rows(rows, 4, [&](long first, long last) {
+        for (long row = first; row < last; ++row) out[row] = argmax_row(logits + row * ld, n);
+    });
 }
 }

@@ -1,8 +1,7 @@
 """Builds the C++ kernels once per machine and loads them through ctypes.
 
 The shared object is compiled into a temporary name and renamed, so that two processes may build at once and a killed
-build leaves nothing behind. It is linked against no OpenMP runtime of its own: its parallel regions run on the threads
-of the runtime that PyTorch has loaded, because two pools on the same cores would fight each other.
+build leaves nothing behind. Threads are the library's own (native/pool.h), as many as PyTorch has when a step begins.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from pathlib import Path
 
 from executor.errors import ExecutorError
 
-_SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "vec.h")
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-std=c++20", "-fopenmp", "-fPIC")
+_SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-std=c++20", "-fPIC", "-pthread")
 
 
 class NativeError(ExecutorError):
@@ -93,6 +92,7 @@ _SIGNATURES = {
     "ct_lanes": (c_int, []),
     "ct_queries": (c_int, []),
     "ct_threads": (c_int, []),
+    "ct_set_threads": (None, [c_int]),
     "ct_packed_panels": (c_long, [c_long, c_int]),
     "ct_pack": (None, [c_void_p, c_long, c_long, c_long, c_int, c_int, c_void_p]),
     "ct_gemm": (
@@ -100,6 +100,7 @@ _SIGNATURES = {
         [c_void_p, c_long, c_long, c_void_p, c_int, c_long, c_long, c_long, c_void_p, c_void_p, c_long, c_long, c_int],
     ),
     "ct_rms_norm": (None, [c_void_p, c_long, c_void_p, c_float, c_long, c_long, c_void_p]),
+    "ct_embed": (None, [c_void_p, c_long, c_void_p, c_int, c_long, c_void_p]),
     "ct_rotate_and_store": (None, [POINTER(Rotation), c_int]),
     "ct_attend": (None, [POINTER(Work), c_int]),
     "ct_argmax": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
@@ -135,8 +136,6 @@ def native_reason() -> str:
 def _load() -> ctypes.CDLL:
     if os.environ.get("CHARIOTEER_NATIVE", "1") == "0":
         raise NativeError("C++ kernels are switched off by CHARIOTEER_NATIVE=0")
-    import torch  # noqa: F401  (its OpenMP runtime must be in the process before the kernels are)
-
     path = _build()
     try:
         library = ctypes.CDLL(str(path))
@@ -165,8 +164,7 @@ def _build() -> Path:
         with tempfile.TemporaryDirectory(dir=cache_folder) as temporary:
             compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
             _run([compiler, *_FLAGS, "-c", str(folder / "kernels.cpp"), "-o", str(compiled)])
-            # Linked without -fopenmp on purpose: see the module's docstring.
-            _run([compiler, "-shared", str(compiled), "-o", str(linked)])
+            _run([compiler, "-shared", "-pthread", str(compiled), "-o", str(linked)])
             os.replace(linked, target)
     except OSError as error:
         raise NativeError(f"C++ kernels: {cache_folder}: cannot be written: {error}") from None

@@ -2,6 +2,7 @@
 #pragma once
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 // out = x / sqrt(mean(x^2) + eps) * weight, one row. `out` may be `x`.
@@ -14,6 +15,13 @@ static inline void rms_norm_row(const float* x, const float* weight, float eps, 
     const float scale = 1.0f / std::sqrt((sum(squares) + tail) / n + eps);
     for (i = 0; i + LANES <= n; i += LANES) store(out + i, load(x + i) * scale * load(weight + i));
     for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+template <typename T>
+static inline void widen_row(const T* from, long n, float* to) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+    for (; i < n; ++i) to[i] = widen(from[i]);
 }
 
 struct Rotation {
@@ -46,8 +54,8 @@ static inline void rotate(float* x, const float* cos, const float* sin, long hal
 template <typename T>
 static void rotate_and_store(const Rotation& r) {
     const long d = r.head_dim;
-#pragma omp parallel for schedule(dynamic, 16)
-    for (long row = 0; row < r.rows; ++row) {
+    parallel_rows(r.rows, 16, [&](long first, long last) {
+    for (long row = first; row < last; ++row) {
         float* x = r.qkv + row * r.ld;
         const float *cos = r.cos + r.positions[row] * r.half, *sin = r.sin + r.positions[row] * r.half;
         for (long h = 0; h < r.heads + r.kv_heads; ++h) {
@@ -64,6 +72,7 @@ static void rotate_and_store(const Rotation& r) {
             for (long i = 0; i < d; ++i) put(to_k + i, k[i]), put(to_v + i, v[i]);
         }
     }
+    });
 }
 
 // First index of the largest value; -1 if any value is NaN.

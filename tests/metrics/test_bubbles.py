@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError, Recorder
-from metrics.bubbles import CAUSES, find_bubbles, request_bubble_ns
+from metrics.bubbles import find_bubbles
+from metrics.causes import CAUSES
+from metrics.request_bubbles import request_bubble_ns
 from policies.batch import BatchShape
 from policies.request import Request
 from tests.metrics.pipelines import MicroBatch, run_pipeline

@@ -105,3 +105,17 @@ def test_bad_input_is_one_line_and_exit_code_two(run_folder, arguments, complain
     assert result.stdout == ""
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_bubbles_and_timeline_of_a_run_folder(run_folder) -> None:
+    printed = json.loads(call("bubbles", run_folder, "--json").stdout)["chunked"]
+    assert printed["bubble_share"] == 1 / 8
+    assert printed["stages"][-1] == {
+        "stage": "all", "in_flight_s": 8.0, "busy_s": 7.0, "idle_s": 1.0, "pb1_s": 0.0, "pb2_s": 0.0, "pb3_s": 0.0,
+        "stage_split_s": 0.0, "fill_drain_s": 0.0, "transfer_s": 0.0, "host_s": 1.0, "starvation_s": 0.0,
+    }  # fmt: skip
+    assert printed["request_bubble_s"]["max"] == 0.5
+    assert "12.50%" in call("bubbles", run_folder).stdout
+    assert call("timeline", run_folder, "--request", 1).stdout.strip() == str(run_folder / "timeline.json")
+    assert json.loads((run_folder / "timeline.json").read_text())["traceEvents"]
+    assert call("timeline", run_folder, "--window", "9").exit_code == 2

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, summarise_classes
+from metrics.causes import CAUSES
+from metrics.columns import TABLES, columns_table
 from metrics.slo import requests_within
 from metrics.statistics import percentiles, statistics
 from metrics.summary import pd_optimum
@@ -67,6 +69,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "running_mean": 11 / 8, "running_max": 2, "waiting_mean": 5 / 8, "waiting_max": 1,
         "kv_blocks": 10, "kv_use_mean": (0.2 + 2 * 0.4 + 0.5 + 2 * 0.6 + 2 * 0.7) / 8, "kv_use_max": 0.7,
         "host_s_total": 1, "device_s_total": 7, "device_busy_share": 7 / 8, "inside_share": 4 / 5,
+        "bubble_share": None, "lost_device_s": None, **{f"bubble_share_{cause}": None for cause in CAUSES},
         "mfu": None, "mfu_busy": None, "mbu": None, "mbu_busy": None,
     }  # fmt: skip
     for key, value in expected.items():
@@ -154,9 +157,10 @@ def test_optimum_pd_ratio_fills_every_chunk_with_decodes() -> None:
     assert math.isnan(pd_optimum(256, 1))
 
 
-def test_every_key_is_documented() -> None:
+def test_every_key_and_every_column_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert keys_table() in page
+    assert all(columns_table(table) in page for table in TABLES)
 
 
 values = st.lists(st.integers(0, 50), min_size=1, max_size=30)

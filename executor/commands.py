@@ -1,0 +1,367 @@
+"""Commands of the executor: thin. They parse, call `executor.live` and its neighbours, and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from executor.config import LiveConfig
+from executor.errors import ExecutorError
+
+app = typer.Typer(
+    name="executor",
+    help="Run LLM-inference traces on a real model, in real time, under the simulator's own policies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+_KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
+    return typer.Option(flag, help=text, rich_help_panel=panel, **more)
+
+
+_POLICY, _ENGINE, _MEMORY, _TRACE, _ANSWER, _OUTPUT = "Policy", "Engine", "KV memory", "Trace", "Answers", "Output"
+TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
+PolicyName = Annotated[
+    str, _option("--policy", "Name of a policy, or file.py:ClassName; its knobs are flags too.", _POLICY)
+]
+ChunkSize = Annotated[int | None, _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", _POLICY)]
+TokenBudget = Annotated[int | None, _option("--token-budget", "Most tokens of a batch.", _POLICY)]
+MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", _POLICY)]
+Ahead = Annotated[bool, _option("--async/--sync", "Plan one step ahead of the running one.", _POLICY)]
+ModelName = Annotated[
+    str, _option("--model", "Hugging Face folder, .gguf, smollm2, or a spec's name (random weights).", _ENGINE)
+]
+Device = Annotated[str, _option("--device", "auto, cpu, cuda or cuda:N.", _ENGINE)]
+DType = Annotated[str, _option("--dtype", "Weights; auto is float32 on a CPU, the model's own on CUDA.", _ENGINE)]
+KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", _ENGINE)]
+KernelSet = Annotated[str, _option("--kernels", "auto, native (C++) or torch (plain).", _ENGINE)]
+Attention = Annotated[str, _option("--attention", "auto, native, sdpa or reference.", _ENGINE)]
+Threads = Annotated[int | None, _option("--threads", "Threads of the model; PyTorch's own number by default.", _ENGINE)]
+Trim = Annotated[
+    bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
+]
+MaxModelLen = Annotated[
+    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", _ENGINE)
+]
+BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", _MEMORY)]
+NumBlocks = Annotated[
+    int | None, _option("--num-blocks", "Usable KV blocks; by default what the trace needs.", _MEMORY)
+]
+MemoryShare = Annotated[float, _option("--memory-share", "Most of the free memory that the KV pool takes.", _MEMORY)]
+Watermark = Annotated[float | None, _option("--watermark", "Share of blocks that admission leaves free.", _MEMORY)]
+Poison = Annotated[bool, _option("--poison", "Fill freed blocks with NaN (a check of the engine).", _MEMORY)]
+TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
+AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
+Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
+Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", _TRACE)]
+TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", _TRACE)]
+ArrivalProcess = Annotated[str | None, _option("--arrivals", "Arrival process in place of the file's times.", _TRACE)]
+OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", _TRACE)]
+Seed = Annotated[int, _option("--seed", "Seed of weights, prompts and sampling.", _TRACE)]
+PromptFile = Annotated[
+    str | None, _option("--prompts", "Text file, one prompt a line, cut to the trace's lengths.", _ANSWER)
+]
+Temperature = Annotated[float, _option("--temperature", "0 is greedy.", _ANSWER)]
+TopK = Annotated[int, _option("--top-k", "Sample among the k most likely; 0 for all.", _ANSWER)]
+TopP = Annotated[float, _option("--top-p", "Sample among the most likely that hold this mass.", _ANSWER)]
+IgnoreEos = Annotated[
+    bool, _option("--ignore-eos/--stop-at-eos", "Answers have the trace's lengths, or end at a stop token.", _ANSWER)
+]
+Warmup = Annotated[str | None, _option("--warmup", "Requests (100) or seconds (30s) left out of statistics.", _OUTPUT)]
+Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", _OUTPUT)]
+Out = Annotated[Path | None, _option("--out", "Folder for the run.", _OUTPUT)]
+ConfigFile = Annotated[Path | None, _option("--config", "TOML with these flags, or a live run's config.json.", _OUTPUT)]
+Json = Annotated[bool, _option("--json", "Print JSON only.", _OUTPUT)]
+
+
+@app.command("replay", context_settings=_KNOBS)
+def replay_command(
+    ctx: typer.Context,
+    trace: TraceFile = None,
+    policy: PolicyName = "chunked",
+    chunk_size: ChunkSize = None,
+    token_budget: TokenBudget = None,
+    max_num_seqs: MaxNumSeqs = None,
+    ahead: Ahead = False,
+    model: ModelName = "tiny",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    kv_dtype: KVDType = "auto",
+    kernels: KernelSet = "auto",
+    attention: Attention = "auto",
+    threads: Threads = None,
+    trim_last_layer: Trim = True,
+    max_model_len: MaxModelLen = None,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    memory_share: MemoryShare = 0.5,
+    watermark: Watermark = None,
+    poison: Poison = False,
+    time_scale: TimeScale = 1.0,
+    as_fast_as_possible: AtOnce = False,
+    limit: Limit = None,
+    timeout: Timeout = None,
+    trace_format: TraceFormat = "auto",
+    arrivals: ArrivalProcess = None,
+    on_bad_row: OnBadRow = "fail",
+    seed: Seed = 0,
+    prompts: PromptFile = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    ignore_eos: IgnoreEos = True,
+    warmup: Warmup = None,
+    slo: Slo = None,
+    out: Out = None,
+    config: ConfigFile = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
+    values = {**(_config_file(config) if config is not None else {}), **_given(ctx)}
+    reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
+    knobs = {**values.pop("knobs", {}), **_extra_knobs(ctx.args)}
+    if values.get("chunk_size") is not None:
+        knobs["chunk_size"] = values["chunk_size"]
+    values.pop("chunk_size", None)
+    settings = LiveConfig.from_dict({**values, "knobs": knobs})
+    _refuse_early(settings, out)
+    requests = _read_trace(trace or reading["trace"], reading, settings.seed)
+    for note in () if as_json else requests.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+    from executor.live import load_for, replay_live
+
+    head = requests if settings.limit is None else requests.head(settings.limit)
+    longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
+    _set_threads(settings.threads)
+    loaded = load_for(settings, longest)
+    stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
+    with _Progress(as_json) as bar:
+        run = replay_live(requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids)
+    run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
+    run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
+    if out is not None:
+        run.write(out)
+    _print_run(run, out, as_json)
+    if run.outcome.stopped_by:
+        raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[run.outcome.stopped_by])
+
+
+@app.command("generate")
+def generate_command(
+    model: ModelName = "smollm2",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to answer.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering as a chat.")] = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    kernels: KernelSet = "auto",
+    attention: Attention = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt with a model that has a tokenizer (a folder, a .gguf file, or smollm2)."""
+    if prompt is None:
+        raise ExecutorError("found no prompt: give the text with --prompt")
+    from executor.generate import generate
+
+    _set_threads(threads)
+    config = LiveConfig(
+        model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, temperature=temperature,
+        top_k=top_k, top_p=top_p, seed=seed, ignore_eos=False, policy="vllm_v1",
+    )  # fmt: skip
+    show = None if as_json else lambda piece: print(piece, end="", flush=True)
+    answer = generate(prompt, config, max_tokens=max_tokens, chat=not raw, on_text=show)
+    if as_json:
+        print(json.dumps(answer.as_dict(), indent=2))
+        return
+    print()
+    print(
+        f"{answer.prompt_tokens} prompt tokens, first token after {answer.first_token_s:.2f} s, "
+        f"{answer.output_tokens} tokens at {answer.tokens_per_s:.1f} tokens/s, ended by {answer.ended_by}",
+        file=sys.stderr,
+    )
+
+
+@app.command("bench")
+def bench_command(
+    model: ModelName = "tiny",
+    chunk: Annotated[int, typer.Option("--chunk", help="Prefill tokens of the batch.")] = 448,
+    prefix: Annotated[int, typer.Option("--prefix", help="Context already cached before the chunk.")] = 0,
+    decodes: Annotated[int, typer.Option("--decodes", help="Requests that decode in the batch.")] = 64,
+    context: Annotated[int, typer.Option("--context", help="Context of every decode.")] = 512,
+    repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.")] = 10,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    kv_dtype: KVDType = "auto",
+    kernels: KernelSet = "auto",
+    attention: Attention = "auto",
+    threads: Threads = None,
+    block_size: BlockSize = 16,
+    as_json: Json = False,
+) -> None:
+    """Time one batch shape, part by part, beside the machine's own matrix rate."""
+    from executor.bench import bench_batch
+
+    _set_threads(threads)
+    config = LiveConfig(
+        model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention,
+        block_size=block_size,
+    )  # fmt: skip
+    result = bench_batch(config, chunk=chunk, prefix=prefix, decodes=decodes, context=context, repeats=repeats)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    width = max(len(key) for key in result)
+    for key, value in result.items():
+        print(f"{key:<{width}}  {value:.4g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ExecutorError(f"--threads: found {threads}, expected at least 1")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _stop_ids(loaded: Any) -> tuple[int, ...]:
+    from executor.tokenizer import load_tokenizer
+
+    return tuple(load_tokenizer(loaded.source).stop_ids)
+
+
+def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
+    """Mistakes that would otherwise show only after the run."""
+    from policies import make_policy
+
+    make_policy(settings.policy, settings.knobs)
+    if out is not None and out.exists():
+        from metrics import is_run_folder
+
+        if not is_run_folder(out) and (not out.is_dir() or any(out.iterdir())):
+            raise ExecutorError(f"--out: {out} is there already and is not a run folder; name another one")
+
+
+def _read_trace(path: Any, reading: Mapping[str, Any], seed: int) -> Any:
+    from workloads import read_trace
+
+    if path is None:
+        raise ExecutorError("found no trace: name a trace file, or a config that names one")
+    trace = read_trace(
+        Path(path),
+        trace_format=reading.get("trace_format") or "auto",
+        on_bad_row=reading.get("on_bad_row") or "fail",
+        arrivals=reading.get("arrivals"),
+        seed=seed,
+    )
+    return trace if reading.get("timeout") is None else trace.with_timeout(reading["timeout"])
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """Flags that were given on the command line."""
+    known = {entry.name for entry in fields(LiveConfig)}
+    known |= {"chunk_size", "trace_format", "arrivals", "on_bad_row", "timeout"}
+    # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
+    return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}
+
+
+def _extra_knobs(arguments: list[str]) -> dict[str, Any]:
+    """Unknown flags are knobs of the policy: --name value, --name=value, --name (true), --no-name (false)."""
+    knobs: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ExecutorError(f"found the extra argument {flag!r}, expected flags")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            else:
+                name, value = (name[3:], "false") if name.startswith("no-") else (name, "true")
+        knobs[name.replace("-", "_")] = value
+    return knobs
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML config, or of the `live` part of a live run's config.json."""
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExecutorError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
+    except ValueError as error:
+        raise ExecutorError(f"{path}: {error}") from None
+    values = values.get("live", values) if isinstance(values, Mapping) else values
+    if not isinstance(values, Mapping):
+        raise ExecutorError(f"{path}: found no table of settings")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def _print_run(run: Any, out: Path | None, as_json: bool) -> None:
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready(run.summary), indent=2))
+        return
+    from rich.console import Console
+
+    from metrics.report import summary_tables
+
+    console = Console()
+    for table in summary_tables(run.summary):
+        console.print(table)
+    outcome = run.outcome
+    console.print(f"wall {outcome.wall_s:.2f} s, CPU {outcome.cpu_s:.2f} s", highlight=False)
+    if outcome.stopped_by:
+        console.print(f"stopped by {outcome.stopped_by}: what had not ended is recorded as aborted", highlight=False)
+    if out is not None:
+        console.print(f"written to {out}", highlight=False, soft_wrap=True)
+
+
+class _Progress:
+    """A progress bar on a terminal's stderr, nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._quiet = quiet or not sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        if not self._quiet:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("serving", total=None)
+        return self
+
+    def update(self, ended: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=ended, total=total)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

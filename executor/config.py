@@ -1,0 +1,85 @@
+"""Everything that defines a live run, as plain data: the same fields as flags, as TOML keys and in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from executor.errors import ExecutorError
+
+
+@dataclass(frozen=True)
+class LiveConfig:
+    """A live run, apart from its trace. None means: decided by policy, model or trace.
+
+    policy, knobs, token_budget, max_num_seqs, max_model_len, block_size, num_blocks, watermark, limit, seed, warmup,
+        slo: as in a simulated run. num_blocks: by default as many as the trace could ever use, within memory_share of
+        the memory that is free after loading.
+    time_scale: the trace's arrival times are multiplied by it. as_fast_as_possible: all requests arrive at once.
+    ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
+    temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
+    poison: fill freed KV blocks with NaN (a check, not for measurements).
+    """
+
+    policy: str = "chunked"
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "tiny"
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kernels: str = "auto"
+    attention: str = "auto"
+    threads: int | None = None
+    trim_last_layer: bool = True
+    ahead: bool = False
+    token_budget: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_share: float = 0.5
+    watermark: float | None = None
+    time_scale: float = 1.0
+    as_fast_as_possible: bool = False
+    limit: int | None = None
+    prompts: str | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    ignore_eos: bool = True
+    seed: int = 0
+    warmup: str | None = None
+    slo: str | None = None
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ExecutorError(f"{_flag(name)}: found {value}, expected at least 1")
+        if not 0 < self.memory_share <= 1:
+            raise ExecutorError(f"--memory-share: found {self.memory_share:g}, expected above 0 and at most 1")
+        if self.watermark is not None and not 0 <= self.watermark < 1:
+            raise ExecutorError(f"--watermark: found {self.watermark:g}, expected at least 0 and below 1")
+        if not 0 <= self.time_scale < float("inf"):
+            raise ExecutorError(f"--time-scale: found {self.time_scale}, expected 0 or more")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LiveConfig:
+        """A config from plain data; an unknown key is an error that names the known ones."""
+        known = {entry.name for entry in fields(cls)}
+        cleaned = {}
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise ExecutorError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+            cleaned[name] = value
+        return cls(**cleaned)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

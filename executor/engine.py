@@ -1,0 +1,380 @@
+"""Real time: requests arrive on the wall clock, the policy plans, the runner executes, the records are the simulator's.
+
+The loop is the simulator's replica with the cost model replaced by the machine: the same scheduler object, the same
+two moments of a batch, the same columns. With `ahead` the next batch is planned while one runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import torch
+
+from executor.prompts import Prompts
+from executor.runner import Prepared, Result, Runner, Text
+from executor.sampler import INVALID, Sampling
+from metrics import Recorder
+from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from workloads.trace import Trace
+
+Progress = Callable[[int, int], None]
+_NEVER = 1 << 62
+
+
+class Flight(NamedTuple):
+    """A batch between plan and completion, with what the records say of it."""
+
+    prepared: Prepared
+    future: Future[Result] | None
+    planned_ns: Ns
+    since_ns: Ns
+    cpu_since_ns: int
+    running: int
+    waiting: int
+    free_blocks: int
+
+
+@dataclass
+class Outcome:
+    """How a live run went, beyond its records.
+
+    answers: row -> output ids, for whatever was delivered. stopped_by: name of the signal that ended the run early.
+    host_ns: time between batches (completion, records, arrivals, planning, packing) of every batch that did not wait.
+    """
+
+    answers: dict[int, list[int]] = field(default_factory=dict)
+    stopped_by: str = ""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    host_ns: list[int] = field(default_factory=list)
+
+
+class Arrivals:
+    """Rows of a trace by the moment at which they reach the engine, closed-loop ones once their predecessor ended."""
+
+    def __init__(self, trace: Trace, time_scale: float, at_once: bool) -> None:
+        self._followers = trace.followers()
+        self._think = trace.think_ns
+        self._scale = 0.0 if at_once else time_scale
+        waits = set().union(*self._followers.values()) if self._followers else set()
+        self._due = [
+            (round(int(at) * self._scale), row) for row, at in enumerate(trace.arrival_ns.tolist()) if row not in waits
+        ]
+        self._due.sort()
+        self._next = 0
+        self._later: list[tuple[Ns, int]] = []
+        self.outstanding = len(trace)
+
+    def due(self, now_ns: Ns) -> Iterator[tuple[Ns, int]]:
+        """(arrival, row) of everything that has arrived by now, in order."""
+        while self.next_ns <= now_ns:
+            if self._later and (self._next >= len(self._due) or self._later[0] < self._due[self._next]):
+                yield heappop(self._later)
+            else:
+                self._next += 1
+                yield self._due[self._next - 1]
+
+    @property
+    def next_ns(self) -> Ns:
+        first = self._due[self._next][0] if self._next < len(self._due) else _NEVER
+        return min(first, self._later[0][0]) if self._later else first
+
+    def ended(self, row: int, now_ns: Ns) -> None:
+        self.outstanding -= 1
+        for follower in self._followers.get(row, ()):
+            assert self._think is not None
+            heappush(self._later, (now_ns + round(int(self._think[follower]) * self._scale), follower))
+
+    def rest(self) -> list[tuple[Ns, int]]:
+        """Everything that has not arrived: with its time, or -1 for rows that still wait for another's answer."""
+        return [*self._due[self._next :], *sorted(self._later)]
+
+
+class LiveEngine:
+    """One scheduler and one runner in real time.
+
+    sampling: row -> how it samples. pinned: outputs have the trace's lengths; otherwise they end at the declared limit
+    or at a stop id. inside(shape): whether a shape lies in a cost model's measured region (for the records only).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        recorder: Recorder,
+        trace: Trace,
+        prompts: Prompts,
+        *,
+        sampling: Callable[[int], Sampling],
+        stop_ids: tuple[int, ...] = (),
+        pinned: bool = True,
+        time_scale: float = 1.0,
+        at_once: bool = False,
+        progress: Progress | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+        inside: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
+        self.trace, self.prompts, self.sampling = trace, prompts, sampling
+        self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
+        self.inside = inside
+        self.arrivals = Arrivals(trace, time_scale, at_once)
+        self.outcome = Outcome()
+        self._ahead = scheduler.depth > 1
+        self._flights: deque[Flight] = deque()
+        self._give_up: list[tuple[Ns, int]] = []
+        self._origin = 0
+        self._since_ns = 0
+        self._cpu_since_ns = 0
+        self._idle = True
+
+    def now_ns(self) -> Ns:
+        return time.perf_counter_ns() - self._origin
+
+    def run(self) -> Outcome:
+        """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM."""
+        with self._signals():
+            self._origin = time.perf_counter_ns()
+            cpu = time.process_time_ns()
+            worker = None
+            try:
+                if self._ahead:
+                    threads = torch.get_num_threads()
+                    worker = ThreadPoolExecutor(1, "executor", lambda: torch.set_num_threads(threads))
+                self._loop(worker)
+            finally:
+                if worker is not None:
+                    worker.shutdown(wait=True)
+            self._close()
+            self.outcome.wall_s = self.now_ns() / 1e9
+            self.outcome.cpu_s = (time.process_time_ns() - cpu) / 1e9
+        return self.outcome
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM ends the run after the batch in flight; a second SIGINT interrupts at once."""
+
+        def stop(number: int, frame: object) -> None:
+            if self.outcome.stopped_by and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.outcome.stopped_by = signal.Signals(number).name
+
+        import threading
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # The loop
+
+    def _loop(self, worker: ThreadPoolExecutor | None) -> None:
+        scheduler, flights, outcome = self.scheduler, self._flights, self.outcome
+        depth = scheduler.depth
+        while self.arrivals.outstanding and not outcome.stopped_by:
+            # Who has arrived by the moment of a plan, and nobody else, is known to it: so a run can be planned again.
+            now = self._admit()
+            stuck = False
+            while len(flights) < depth:
+                batch = scheduler.plan(now)
+                if batch is None:
+                    stuck = not flights
+                    break
+                self._launch(batch, worker)
+            if flights:
+                self._complete(flights.popleft())
+            elif stuck:
+                self._wait()
+        while flights:
+            self._complete(flights.popleft())
+
+    def _admit(self) -> Ns:
+        """Take in what has arrived by now, and say when that was."""
+        now = self.now_ns()
+        while self._give_up and self._give_up[0][0] <= now:
+            _, row = heappop(self._give_up)
+            self._withdraw([row], "client gave up waiting", "aborted")
+        if self.arrivals.next_ns <= now:
+            for at, row in self.arrivals.due(now):
+                self._arrive(at, row)
+        return now
+
+    def _arrive(self, at_ns: Ns, row: int) -> None:
+        trace = self.trace
+        request = _arriving(trace, row, at_ns)
+        track = self.scheduler.add(request, at_ns, ends_after=int(trace.output_tokens[row]) if self.pinned else None)
+        if track.status == "rejected":
+            self._end(track)
+            return
+        stop_ids = () if self.pinned else self.stop_ids
+        self.runner.texts[row] = Text.of(self.prompts(row), request.max_output_tokens, self.sampling(row), stop_ids)
+        patience = trace.timeout_ns(row)
+        if patience >= 0:
+            heappush(self._give_up, (at_ns + patience, row))
+
+    def _wait(self) -> None:
+        """Nothing can be planned: sleep until something arrives, gives up or an alarm rings, or end who is stuck."""
+        scheduler = self.scheduler
+        alarm = scheduler.alarm_ns
+        if (alarm is None and self.arrivals.next_ns == _NEVER) or (scheduler.queues.waiting and alarm is None):
+            ended = scheduler.reject_stuck(self.now_ns())
+            if ended is not None:
+                self._end(ended)
+                return
+        until = min(self.arrivals.next_ns, alarm or _NEVER, self._give_up[0][0] if self._give_up else _NEVER)
+        self._idle = True
+        # Short naps keep signals and client time-outs prompt.
+        time.sleep(min(max(until - self.now_ns(), 0) / 1e9, 0.05))
+
+    def _launch(self, batch: Batch, worker: ThreadPoolExecutor | None) -> None:
+        if self._idle:
+            self._idle = False
+            self._since_ns, self._cpu_since_ns = batch.planned_ns, time.process_time_ns()
+        queues = self.scheduler.queues
+        prepared = self.runner.prepare(batch)
+        future = worker.submit(self.runner.execute, prepared) if worker is not None else None
+        self._flights.append(
+            Flight(
+                prepared, future, batch.planned_ns, self._since_ns, self._cpu_since_ns, queues.num_running,
+                len(queues.waiting), self.scheduler.ledger.free_blocks,
+            )
+        )  # fmt: skip
+
+    # Completion
+
+    def _complete(self, flight: Flight) -> None:
+        prepared, runner = flight.prepared, self.runner
+        started = time.perf_counter_ns()
+        try:
+            result = flight.future.result() if flight.future is not None else runner.execute(prepared)
+        except (RuntimeError, MemoryError) as error:
+            self._fail_batch(prepared, started, error)
+            result = Result([INVALID] * len(prepared.wanted), started, time.perf_counter_ns())
+        now = self.now_ns()
+        stopped = self._deliver(prepared, result.ids)
+        outcome = self.scheduler.complete(prepared.batch, now, stopped)
+        self._record(flight, result, now)
+        for track in outcome.finished:
+            runner.release(track)
+            self._end(track)
+        for cohort in self.scheduler.take_retired():
+            self.recorder.cohort_times(0, cohort.number, cohort.times)
+
+    def _deliver(self, prepared: Prepared, ids: list[int]) -> list[int]:
+        """Append sampled tokens to their requests; returns the ids of requests that a stop token ended."""
+        texts = self.runner.texts
+        stopped = []
+        failed = []
+        for (track, epoch), token in zip(prepared.wanted, ids):
+            if track.epoch != epoch:
+                continue
+            row = track.request.id
+            if token == INVALID:
+                failed.append(row)
+                continue
+            text = texts[row]
+            text.append(token)
+            if self.on_token is not None:
+                self.on_token(row, token)
+            if token in text.stop_ids:
+                stopped.append(row)
+        if failed:
+            self._withdraw(failed, "the model's logits held NaN", "failed")
+        return stopped
+
+    def _fail_batch(self, prepared: Prepared, started: int, error: Exception) -> None:
+        """A batch that could not be run takes its own requests with it, and nobody else."""
+        message = str(error).strip().splitlines()
+        text = message[0] if message else type(error).__name__
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in text.lower():
+            raise error
+        members = [part.track for part in prepared.batch.parts if isinstance(part, Chunk)]
+        members += [track for track, epoch in prepared.wanted if track.epoch == epoch]
+        rows = list(dict.fromkeys(track.request.id for track in members))
+        self._withdraw(rows, f"out of memory in a batch of {prepared.step.rows} rows: {text}", "failed")
+
+    def _withdraw(self, rows: list[int], reason: str, status: str) -> None:
+        for track in self.scheduler.withdraw(rows, reason, self.now_ns(), status=status):
+            self.runner.release(track)
+            self._end(track)
+
+    def _record(self, flight: Flight, result: Result, now: Ns) -> None:
+        batch = flight.prepared.batch
+        chunks = []
+        cohorts = []
+        for part in batch.parts:
+            if isinstance(part, Chunk):
+                chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
+            else:
+                cohorts.append((part.cohort.number, part.step, part.size))
+        start, end = result.start_ns - self._origin, result.end_ns - self._origin
+        cpu = time.process_time_ns()
+        # A batch is busy from the end of the last one on (or from its plan, after a pause): host time before it runs
+        # includes completing and recording the last. With `ahead`, only what the running batch did not hide.
+        since = self._since_ns
+        before = max(0, start - since)
+        shape = batch.shape
+        self.recorder.iteration(
+            0, batch.number, flight.planned_ns, start, now, shape, chunks, cohorts, len(batch.preempted),
+            flight.running, flight.waiting, flight.free_blocks, batch.cached_tokens, before, now - end, end - start,
+            self.inside is not None and self.inside(shape), (now - since) / 1e9, (cpu - self._cpu_since_ns) / 1e9,
+        )  # fmt: skip
+        self.outcome.host_ns.append(now - since - (end - start))
+        self._since_ns, self._cpu_since_ns = now, cpu
+
+    def _end(self, track: Track) -> None:
+        row = track.request.id
+        text = self.runner.texts.pop(row, None)
+        if text is not None:
+            self.outcome.answers[row] = text.output
+        self.recorder.request(
+            track.request, 0, track.status, track.reason, track.delivered, track.admitted_ns, track.first_token_ns,
+            track.finished_ns, track.preemptions, track.cached_total, track.segments,
+        )  # fmt: skip
+        self.arrivals.ended(row, track.finished_ns)
+        if self.progress is not None:
+            self.progress(len(self.trace) - self.arrivals.outstanding, len(self.trace))
+
+    def _close(self) -> None:
+        """Record everything that did not come to its end, and the token times of cohorts still alive."""
+        if self.outcome.stopped_by:
+            reason = f"the run was stopped by {self.outcome.stopped_by}"
+            self._withdraw(list(self.scheduler.tracks), reason, "aborted")
+            now = self.now_ns()
+            recorded = {row for _, row in self.arrivals.rest()}
+            for at, row in self.arrivals.rest():
+                self._never_arrived(row, at, reason, now)
+            for row in {f for fs in self.trace.followers().values() for f in fs} - recorded - set(self.outcome.answers):
+                self._never_arrived(row, int(self.trace.arrival_ns[row]), reason, now)
+        for part in self.scheduler.queues.parts:
+            if not isinstance(part, Track):
+                self.recorder.cohort_times(0, part.number, part.times)
+        for cohort in self.scheduler.take_retired():
+            self.recorder.cohort_times(0, cohort.number, cohort.times)
+
+    def _never_arrived(self, row: int, at_ns: Ns, reason: str, now: Ns) -> None:
+        request = _arriving(self.trace, row, at_ns)
+        self.recorder.request(request, -1, "aborted", reason, 0, -1, -1, max(now, at_ns), 0, 0, ())
+
+
+def _arriving(trace: Trace, row: int, at_ns: Ns) -> Request:
+    """The trace's request with the moment at which it really reaches the engine."""
+    r = trace.request(row)
+    if r.arrival_ns == at_ns:
+        return r
+    return Request(
+        row, at_ns, r.prompt_tokens, r.max_output_tokens, r.prefix_hashes, r.hash_tokens, r.session, r.priority, r.slo
+    )

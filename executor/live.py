@@ -1,0 +1,322 @@
+"""Replay a trace for real: trace and config in, a run (tables, summary, config) out."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from executor.config import LiveConfig
+from executor.engine import LiveEngine, Outcome
+from executor.errors import ExecutorError
+from executor.loading import Loaded, load_model
+from executor.prompts import Prompts, file_prompts, trace_prompts
+from executor.runner import Runner
+from executor.sampler import Sampling
+from policies import BatchShape, Ns, Policy, Scheduler, knobs_of, make_policy, make_scheduler
+from policies.draft import UNLIMITED
+from workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from metrics import RunTables
+    from profiler.cost_model import CostModel
+
+PACKAGES = ("charioteer", "torch", "numpy", "safetensors", "tokenizers", "pyarrow")
+
+
+@dataclass
+class LiveRun:
+    """A finished live run. answers: row -> output token ids."""
+
+    tables: RunTables
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    outcome: Outcome
+
+    @property
+    def answers(self) -> dict[int, list[int]]:
+        return self.outcome.answers
+
+    def write(self, path: str | Path) -> Path:
+        """Write the run folder, whole or not at all."""
+        from metrics import write_run
+
+        return write_run(path, self.tables, self.config, self.summary)
+
+
+def replay_live(
+    trace: Trace,
+    config: LiveConfig | None = None,
+    *,
+    loaded: Loaded | None = None,
+    prompts: Prompts | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    stop_ids: tuple[int, ...] = (),
+    cost: CostModel | None = None,
+    **options: Any,
+) -> LiveRun:
+    """Serve `trace` with a real model under one policy.
+
+    options: fields of `LiveConfig`; a name that is none of them has to be a knob of the policy. loaded: a model that
+    is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids. cost: what
+    iterations of this engine are expected to take, for policies that plan by time.
+
+    Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
+    """
+    config = _with_options(config or LiveConfig(), options)
+    if config.limit is not None:
+        trace = trace.head(config.limit)
+    if not len(trace):
+        raise ExecutorError(f"{trace.name}: found no requests, expected at least one")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    policy = make_policy(config.policy, config.knobs)
+    longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())
+    if loaded is None:
+        loaded = load_for(config, longest)
+    max_model_len = min(longest, loaded.max_tokens)
+    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost)
+    if config.poison and getattr(policy, "prefix_caching", False):
+        raise ExecutorError("--poison: freed blocks of a prefix cache may be read again; switch one of them off")
+    from metrics import Recorder
+
+    recorder = Recorder()
+    cache = loaded.new_cache(scheduler.ledger.total_blocks, config.block_size)
+    rows = min(scheduler.max_num_seqs, len(trace), 256)
+    runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
+    engine = LiveEngine(
+        scheduler,
+        runner,
+        recorder,
+        trace,
+        prompts or _prompts(config, trace, loaded),
+        sampling=lambda row: Sampling(config.temperature, config.top_k, config.top_p, config.seed * 1_000_003 + row),
+        stop_ids=stop_ids,
+        pinned=config.ignore_eos,
+        time_scale=config.time_scale,
+        at_once=config.as_fast_as_possible,
+        progress=progress,
+        on_token=on_token,
+        inside=None if cost is None else cost.inside,
+    )
+    _warm_up(runner)
+    gc.collect()
+    gc.freeze()  # what is alive now stays: collections during the run need not walk it
+    try:
+        outcome = engine.run()
+    finally:
+        gc.unfreeze()
+    return _finish(trace, config, policy, scheduler, loaded, recorder, outcome, max_model_len)
+
+
+def load_for(config: LiveConfig, longest: int) -> Loaded:
+    """The model that a config names, for contexts up to `longest` (or as far as the model reaches)."""
+    return load_model(
+        config.model,
+        device=config.device,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        kernels=config.kernels,
+        attention=config.attention,
+        seed=config.seed,
+        max_tokens=longest,
+        clip_max_tokens=True,
+        trim_last_layer=config.trim_last_layer,
+    )
+
+
+def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
+    known = LiveConfig.__dataclass_fields__
+    fields = {name: value for name, value in options.items() if name in known}
+    knobs = {name: value for name, value in options.items() if name not in known}
+    if knobs:
+        fields["knobs"] = {**config.knobs, **fields.get("knobs", {}), **knobs}
+    return replace(config, **fields)
+
+
+def _scheduler(
+    policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int, cost: CostModel | None
+) -> Scheduler:
+    known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
+    return make_scheduler(
+        policy,
+        num_blocks=config.num_blocks or _default_blocks(config, loaded, trace, max_model_len),
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        token_budget=config.token_budget,
+        max_num_seqs=config.max_num_seqs,
+        watermark=config.watermark,
+        by_id=True,
+        ahead=config.ahead or None,
+        **known,
+    )
+
+
+def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
+    """Predicted duration of one iteration, host and device."""
+
+    def estimate_ns(shape: BatchShape) -> Ns:
+        before, after = cost.host_ns(shape)
+        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
+
+    return estimate_ns
+
+
+def _default_blocks(config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> int:
+    """Blocks for the whole trace at once, if `memory_share` of the free memory holds them; else what it holds."""
+    per_block = loaded.kv_bytes_per_token * config.block_size
+    room = int(free_memory_bytes(loaded.device) * config.memory_share) // per_block
+    lengths = trace.prompt_tokens + trace.max_output_tokens
+    wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
+    longest = -(-max_model_len // config.block_size)
+    if room < longest:
+        raise ExecutorError(
+            f"KV pool: {room} blocks of {config.block_size} tokens fit into {config.memory_share:.0%} of the free "
+            f"memory, the longest request needs {longest}; lower --max-model-len or raise --memory-share"
+        )
+    return max(longest, min(room, wanted))
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now (what the operating system calls available, on a CPU)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: assume a small machine rather than fail
+    return 4 << 30
+
+
+def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
+    if config.prompts is None:
+        return trace_prompts(trace, loaded.spec.vocab, config.seed)
+    from executor.tokenizer import load_tokenizer
+
+    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
+
+
+def _warm_up(runner: Runner) -> None:
+    """First use of kernels, buffers and threads, so that the first request does not pay for them."""
+    import numpy as np
+
+    from executor.step import Step
+
+    none = np.empty(0, np.int32)
+    for tokens in (64, 1):
+        step = Step(
+            rows=tokens,
+            token_ids=np.zeros(tokens, np.int64),
+            positions=np.zeros(tokens, np.int32),
+            slots=np.full(tokens, -1, np.int64),  # stored nowhere
+            tables=np.zeros((1, 1), np.int32),
+            chunk_row=none,
+            chunk_tokens=none,
+            chunk_prefix=none,
+            chunk_table=none,
+            decode_row=none,
+            decode_context=none,
+            decode_table=none,
+            sampled_rows=none,
+            sampled_table=none,
+            device=runner.cache.device,
+        )
+        runner.loaded.model.forward(step.tensor(step.token_ids), step, runner.cache)
+
+
+def _finish(
+    trace: Trace,
+    config: LiveConfig,
+    policy: Policy,
+    scheduler: Scheduler,
+    loaded: Loaded,
+    recorder: Any,
+    outcome: Outcome,
+    max_model_len: int,
+) -> LiveRun:
+    from metrics import summarise
+
+    tables = recorder.tables()
+    tables.config = _run_config(trace, config, policy, scheduler, loaded, outcome, max_model_len)
+    warmup: int | str = 0
+    if config.warmup is not None:
+        warmup = int(config.warmup) if config.warmup.isdigit() else config.warmup
+    summary = summarise(tables, warmup=warmup, slo=config.slo)
+    return LiveRun(tables, tables.config, summary, outcome)
+
+
+def _run_config(
+    trace: Trace,
+    config: LiveConfig,
+    policy: Policy,
+    scheduler: Scheduler,
+    loaded: Loaded,
+    outcome: Outcome,
+    max_model_len: int,
+) -> dict[str, Any]:
+    from profiler.work import byte_coefficients, flop_coefficients
+
+    knobs = {name: getattr(policy, name) for name in knobs_of(type(policy))}
+    described = loaded.describe()
+    dtype, kv_dtype = str(described["dtype"]), str(described["kv_dtype"])
+    countable = dtype != "float64" and kv_dtype != "float64"
+    return {
+        "world": "live",
+        "policy": config.policy,
+        "knobs": knobs,
+        **described,
+        "gpu": str(loaded.device),
+        "cost_model": "live",
+        "cost_kind": "live",
+        "calibrated": True,
+        "tp": 1,
+        "pp": 1,
+        "ahead": scheduler.depth > 1,
+        "token_budget": _limit(scheduler.token_budget),
+        "max_num_seqs": _limit(scheduler.max_num_seqs),
+        "max_model_len": max_model_len,
+        "block_size": config.block_size,
+        "num_blocks": scheduler.ledger.total_blocks,
+        "watermark_blocks": scheduler.watermark_blocks,
+        "slots": max(1, scheduler.ledger.slots),
+        "chunk_size": knobs.get("chunk_size"),
+        "trace": {
+            "name": trace.name,
+            "format": trace.source_format,
+            "requests": len(trace),
+            "span_s": float(trace.arrival_ns[-1] - trace.arrival_ns[0]) / 1e9,
+            "notes": list(trace.notes),
+            "provenance": dict(trace.provenance),
+        },
+        "live": {**config.as_dict(), "knobs": dict(config.knobs)},
+        "seed": config.seed,
+        "stopped_by": outcome.stopped_by,
+        "wall_s": outcome.wall_s,
+        "cpu_s": outcome.cpu_s,
+        "versions": _versions(),
+        "model_flops": flop_coefficients(loaded.spec),
+        **({"model_bytes": byte_coefficients(loaded.spec, dtype, kv_dtype)} if countable else {}),
+    }
+
+
+def _limit(value: int) -> int | None:
+    return None if value >= UNLIMITED else value
+
+
+def _versions() -> Mapping[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source"
+    return found

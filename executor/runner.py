@@ -1,0 +1,245 @@
+"""Turns a planned batch into arrays, runs it, and samples. It knows requests by their rows in one block table.
+
+`prepare` is called right after the plan, while contexts are the plan's own; `execute` may then run in another thread,
+one step behind planning: decode tokens travel from step to step on the device (`_last_tokens`), never through the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from executor.kv_cache import KVCache
+from executor.loading import Loaded
+from executor.sampler import GREEDY, Sampling, sample
+from executor.step import Step
+from policies import Batch, Chunk, KVLedger, Track
+
+
+@dataclass
+class Text:
+    """The text of one request. ids: prompt, then delivered tokens; `length` of them are known."""
+
+    ids: NDArray[np.int64]
+    length: int
+    sampling: Sampling = GREEDY
+    stop_ids: frozenset[int] = frozenset()
+    prompt_tokens: int = 0
+
+    @classmethod
+    def of(cls, prompt: NDArray[np.int64], most_output: int, sampling: Sampling, stop_ids: Iterable[int]) -> Text:
+        ids = np.empty(len(prompt) + most_output, np.int64)
+        ids[: len(prompt)] = prompt
+        return cls(ids, len(prompt), sampling, frozenset(stop_ids), len(prompt))
+
+    def append(self, token: int) -> None:
+        self.ids[self.length] = token
+        self.length += 1
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[self.prompt_tokens : self.length].tolist()
+
+
+class Wanted(NamedTuple):
+    """One sampled row: whose token it is, and in which admission (a token of an earlier one is dropped)."""
+
+    track: Track
+    epoch: int
+
+
+@dataclass
+class Prepared:
+    """A batch ready to run: a snapshot that later planning does not change."""
+
+    batch: Batch
+    step: Step
+    wanted: list[Wanted]
+    sampling: list[Sampling] | None
+    poison: list[int] = field(default_factory=list)
+
+
+class Result(NamedTuple):
+    """ids: one per wanted row, sampler.INVALID where its logits were NaN. start_ns, end_ns: on perf_counter_ns."""
+
+    ids: list[int]
+    start_ns: int
+    end_ns: int
+
+
+class Runner:
+    """One model, its cache, and the rows of the running requests.
+
+    longest: prompt + output limit. rows: requests that may run at once (more are taken in by growing).
+    poison: fill freed blocks with NaN before the next step, so that a stale read cannot go unseen. Not for a ledger
+        that shares blocks between requests.
+    """
+
+    def __init__(
+        self, loaded: Loaded, cache: KVCache, ledger: KVLedger, longest: int, *, rows: int = 64, poison: bool = False
+    ) -> None:
+        self.loaded, self.cache, self.ledger = loaded, cache, ledger
+        self.texts: dict[int, Text] = {}
+        self._block_size = cache.block_size
+        self._tables = np.zeros((rows, -(-longest // cache.block_size) + 1), np.int32)
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=cache.device)
+        self._row_of: dict[Track, int] = {}
+        self._free_rows = deque(range(rows))
+        self._poison_freed = poison
+        self._to_poison: list[int] = []
+
+    # Rows
+
+    def release(self, track: Track) -> None:
+        """The request has left the engine or was preempted: its row and blocks are free."""
+        row = self._row_of.pop(track, None)
+        if row is None:
+            return
+        if self._poison_freed:
+            self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
+        # To the tail: a row is not used again while a batch planned before may still read it.
+        self._free_rows.append(row)
+
+    def _take_row(self, track: Track) -> int:
+        if not self._free_rows:
+            old = len(self._tables)
+            self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
+            self._last_tokens = torch.cat((self._last_tokens, torch.zeros_like(self._last_tokens)))
+            self._free_rows.extend(range(old, 2 * old))
+        row = self._free_rows.popleft()
+        self._row_of[track] = row
+        table = self.ledger.table(track)
+        self._tables[row] = 0
+        self._tables[row, : len(table)] = table
+        return row
+
+    # One batch
+
+    def prepare(self, batch: Batch) -> Prepared:
+        """Arrays of a batch that was planned just now; nothing may have been planned since."""
+        for victim in batch.preempted:
+            self.release(victim)
+        chunks: list[tuple[Chunk, int]] = []
+        members: list[Track] = []
+        contexts: list[int] = []
+        row_of = self._row_of
+        fresh = set()
+        for part in batch.parts:
+            if isinstance(part, Chunk):
+                row = row_of.get(part.track)
+                if row is None:
+                    row = self._take_row(part.track)
+                    fresh.add(part.track.request.id)
+                chunks.append((part, row))
+            else:
+                planned = part.step
+                for track in part.cohort.members():
+                    # Who joined with this very batch has sampled its token in a chunk, not here.
+                    if track.decodes_from <= planned:
+                        members.append(track)
+                        contexts.append(track.base + planned)
+        if batch.new_blocks:
+            self._apply_new_blocks(batch, chunks, members, fresh)
+        step = self._arrays(batch, chunks, [row_of[track] for track in members], contexts)
+        wanted = [Wanted(part.track, part.track.epoch) for part, _ in chunks if part.samples]
+        wanted += [Wanted(track, track.epoch) for track in members]
+        sampling: list[Sampling] | None = [self.texts[track.request.id].sampling for track, _ in wanted]
+        if all(how.temperature == 0.0 for how in sampling or ()):
+            sampling = None
+        poison, self._to_poison = self._to_poison, []
+        return Prepared(batch, step, wanted, sampling, poison)
+
+    def _apply_new_blocks(
+        self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], members: Sequence[Track], fresh: set[int]
+    ) -> None:
+        rows = {track.request.id: self._row_of[track] for track in members}
+        rows.update((part.track.request.id, row) for part, row in chunks)
+        tables = self._tables
+        for request, index, block in batch.new_blocks:
+            # A fresh row was copied whole; a request that is in no part lost its grant in this very plan.
+            if request not in fresh and request in rows:
+                tables[rows[request], index] = block
+
+    def _arrays(
+        self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], decode_rows: list[int], contexts: list[int]
+    ) -> Step:
+        size, tables = self._block_size, self._tables
+        chunk_tokens = sum([part.tokens for part, _ in chunks])
+        useful = chunk_tokens + len(decode_rows)
+        rows = useful + batch.shape.dummy_tokens
+        token_ids = np.zeros(rows, np.int64)
+        positions = np.zeros(rows, np.int32)
+        slots = np.full(rows, -1, np.int64)
+        first_rows, sampled_rows, sampled_table = [], [], []
+        at = 0
+        for part, table_row in chunks:
+            tokens, prefix = part.tokens, part.prefix
+            end = at + tokens
+            token_ids[at:end] = self.texts[part.track.request.id].ids[prefix : prefix + tokens]
+            span = np.arange(prefix, prefix + tokens, dtype=np.int32)
+            positions[at:end] = span
+            slots[at:end] = tables[table_row][span // size].astype(np.int64) * size + span % size
+            first_rows.append(at)
+            if part.samples:
+                sampled_rows.append(end - 1)
+                sampled_table.append(table_row)
+            at = end
+        decode_table = np.array(decode_rows, np.int32)
+        decode_context = np.array(contexts, np.int32)
+        decode_row = np.arange(chunk_tokens, useful, dtype=np.int32)
+        if decode_rows:
+            positions[chunk_tokens:useful] = decode_context
+            blocks = tables[decode_table, decode_context // size].astype(np.int64)
+            slots[chunk_tokens:useful] = blocks * size + decode_context % size
+        return Step(
+            rows=rows,
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            tables=tables,
+            chunk_row=np.array(first_rows, np.int32),
+            chunk_tokens=np.array([part.tokens for part, _ in chunks], np.int32),
+            chunk_prefix=np.array([part.prefix for part, _ in chunks], np.int32),
+            chunk_table=np.array([row for _, row in chunks], np.int32),
+            decode_row=decode_row,
+            decode_context=decode_context,
+            decode_table=decode_table,
+            sampled_rows=np.concatenate((np.array(sampled_rows, np.int32), decode_row)),
+            sampled_table=np.concatenate((np.array(sampled_table, np.int32), decode_table)),
+            device=self.cache.device,
+        )
+
+    @torch.inference_mode()
+    def execute(self, prepared: Prepared) -> Result:
+        """Run the batch and sample. Batches have to be executed in the order in which they were planned."""
+        start_ns = time.perf_counter_ns()
+        if prepared.poison:
+            self.cache.poison(prepared.poison)
+        step = prepared.step
+        token_ids = step.tensor(step.token_ids)
+        if step.num_decodes:
+            first = int(step.decode_row[0])
+            token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
+        logits = self.loaded.model.forward(token_ids, step, self.cache)
+        ids: list[int] = []
+        if prepared.wanted:
+            sampled = self._sample(logits, prepared)
+            self._last_tokens[step.tensor(step.sampled_table)] = sampled.clamp(min=0)
+            ids = sampled.tolist()
+        if self.cache.device.type == "cuda":
+            torch.cuda.synchronize(self.cache.device)
+        return Result(ids, start_ns, time.perf_counter_ns())
+
+    def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        kernels = self.loaded.model.kernels
+        if prepared.sampling is None:
+            return kernels.argmax(logits)
+        step = prepared.step
+        return sample(logits, prepared.sampling, step.positions[step.sampled_rows].tolist(), kernels)

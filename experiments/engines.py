@@ -1,0 +1,157 @@
+"""Who does the tasks: worker processes of this machine, a Ray cluster, or this very process. The results are equal.
+
+An engine takes tasks by number and hands results back as they come, in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.errors import ExperimentError
+from experiments.tasks import Result, Task, perform
+
+Tasks = Mapping[int, Task]
+ENGINES = ("local", "ray")
+
+
+class Engine(Protocol):
+    """run(tasks) yields (number, result) as results come; closing the iterator or the engine stops the work."""
+
+    def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]: ...
+
+    def close(self) -> None: ...
+
+
+def make_engine(name: str, *, workers: int | None = None, ray_address: str | None = None) -> Engine:
+    """local: worker processes (as many as cores; 0: none, all work in this process). ray: a Ray cluster."""
+    if name not in ENGINES:
+        raise ExperimentError(f"--engine: found {name!r}, expected one of {', '.join(ENGINES)}")
+    if name == "ray":
+        from experiments.ray_engine import RayEngine
+
+        return RayEngine(ray_address)
+    if ray_address is not None:
+        raise ExperimentError("--ray-address: found one without --engine ray")
+    count = os.cpu_count() or 1 if workers is None else workers
+    if count < 0:
+        raise ExperimentError(f"--workers: found {workers}, expected 0 or more")
+    return WorkerProcesses(count) if count else ThisProcess()
+
+
+class ThisProcess:
+    """All work here, one task after the other."""
+
+    def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
+        for number, task in tasks.items():
+            yield number, json.loads(json.dumps(perform(task)))
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerProcesses:
+    """`count` processes on this machine, fresh interpreters; one that dies costs its task, not the sweep.
+
+    They stay from one run to the next, with whatever traces they have parsed, until the engine is closed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._idle: list[subprocess.Popen[str]] = []
+        self._all: list[subprocess.Popen[str]] = []
+        self._closed = False
+
+    def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
+        waiting: queue.SimpleQueue[tuple[int, Task]] = queue.SimpleQueue()
+        for item in tasks.items():
+            waiting.put(item)
+        done: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
+        for _ in range(min(self.count, len(tasks))):
+            threading.Thread(target=self._feed, args=(waiting, done), daemon=True).start()
+        left = len(tasks)
+        try:
+            for _ in range(len(tasks)):
+                yield done.get()
+                left -= 1
+        finally:
+            if left:
+                self.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for worker in self._all:
+            worker.kill()
+        for worker in self._all:
+            worker.wait()
+        self._all.clear()
+
+    def _feed(self, waiting: queue.SimpleQueue[tuple[int, Task]], done: queue.SimpleQueue[tuple[int, Result]]) -> None:
+        """Keep one worker busy until nothing waits; replace it where it dies."""
+        worker: subprocess.Popen[str] | None = None
+        while not self._closed:
+            try:
+                number, task = waiting.get_nowait()
+            except queue.Empty:
+                break
+            if worker is None:
+                worker = self._idle.pop() if self._idle else self._start()
+            result = _ask(worker, task)
+            if result is None:
+                code = worker.wait()
+                died = f"worker process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+                result = {"status": "failed", "error": died, "result": {}, "wall_s": 0.0}
+                worker = None
+            elif waiting.empty():
+                # Idle before the last result is told: whoever hears of it may start the next run at once.
+                self._idle.append(worker)
+                worker = None
+            done.put((number, result))
+        if worker is not None:
+            self._idle.append(worker)
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_root()), *filter(None, sys.path)])}
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "experiments.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            encoding="utf-8", env=environment, start_new_session=True,
+        )  # fmt: skip
+        self._all.append(worker)
+        return worker
+
+
+def _ask(worker: subprocess.Popen[str], task: Task) -> Result | None:
+    """The worker's answer, or None if it died."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        worker.stdin.write(json.dumps(task) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+    except (BrokenPipeError, ValueError):
+        return None
+    return json.loads(line) if line.endswith("\n") else None
+
+
+def project_root() -> Path:
+    """The folder that this project's packages lie in."""
+    return Path(__file__).resolve().parents[1]
+
+
+def named_files(value: Any) -> list[str]:
+    """Existing files that a task names, alone or as part of a text such as `policy.py:Class` or `empirical:FILE`."""
+    if isinstance(value, Mapping):
+        return [name for inner in value.values() for name in named_files(inner)]
+    if isinstance(value, list):
+        return [name for inner in value for name in named_files(inner)]
+    if not isinstance(value, str) or not value:
+        return []
+    parts = dict.fromkeys((value, value.partition(":")[2], value.rpartition(":")[0]))
+    return [part for part in parts if part and Path(part).suffix and Path(part).is_file()]

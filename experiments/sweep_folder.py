@@ -1,0 +1,129 @@
+"""Where a sweep's results lie: one file per finished point, renamed into place, then one table.
+
+A point is either there whole or not at all, so a sweep that was killed goes on where it was; nothing is kept in memory
+that could be lost. The table is made from the files alone and holds nothing that depends on who did the work when.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.errors import ExperimentError
+from experiments.sweep_space import SweepSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SWEEP_FILE = "sweep.json"
+TABLE_FILE = "sweep.parquet"
+
+
+class SweepFolder:
+    """The folder of one sweep. `results` holds every finished point: number -> its file's content."""
+
+    def __init__(self, path: str | Path, spec: SweepSpec, *, retry_failed: bool = False) -> None:
+        self.path = Path(path)
+        self.spec = spec
+        self.results: dict[int, dict[str, Any]] = {}
+        self._points = self.path / "points"
+        self._claim()
+        self._read(retry_failed)
+
+    def _claim(self) -> None:
+        """Take the folder for this sweep; one that holds something else is an error."""
+        file = self.path / SWEEP_FILE
+        wanted = self.spec.fingerprint()
+        try:
+            if file.exists():
+                found = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
+                if found != wanted:
+                    raise ExperimentError(
+                        f"{self.path}: holds the results of another sweep; choose another --out, or remove it"
+                    )
+                return
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise ExperimentError(f"{self.path}: is no folder of a sweep; choose another --out, or remove it")
+            self._points.mkdir(parents=True, exist_ok=True)
+            _write_whole(file, json.dumps({"fingerprint": wanted, "sweep": asdict(self.spec)}, indent=2))
+        except (OSError, ValueError) as error:
+            if isinstance(error, ExperimentError):
+                raise
+            raise ExperimentError(f"{self.path}: cannot be used for a sweep: {error}") from None
+
+    def _read(self, retry_failed: bool) -> None:
+        for file in sorted(self._points.glob("*.json")):
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                number = int(file.stem)
+            except (OSError, ValueError) as error:
+                raise ExperimentError(f"{file}: cannot be read ({error}); remove it to run its point again") from None
+            if not (retry_failed and content["status"] == "failed"):
+                self.results[number] = content
+
+    def add(self, number: int, values: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        """Keep one finished point; when this returns it is on the disk."""
+        content = {"point": number, "values": dict(values), **result}
+        try:
+            self._points.mkdir(exist_ok=True)
+            _write_whole(self._points / f"{number:06d}.json", json.dumps(content))
+        except OSError as error:
+            raise ExperimentError(f"{self.path}: cannot write point {number}: {error.strerror}") from None
+        self.results[number] = content
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per finished point, in order: what it set, how it ended, what it came to."""
+        axes = [axis.name for axis in self.spec.axes]
+        keys: dict[str, None] = {}
+        for content in self.results.values():
+            keys.update(dict.fromkeys(content["result"]))
+        rows = []
+        for number, content in sorted(self.results.items()):
+            values, result = content["values"], content["result"]
+            # An axis that is also a key of the summary (policy, model, gpu) appears once, as what was set.
+            row = {"point": number, **{name: values.get(name) for name in axes}}
+            row |= {"status": content["status"], "error": content["error"]}
+            row |= {key: result.get(key) for key in keys if key not in row}
+            rows.append(row)
+        return rows
+
+    def write_table(self) -> Path:
+        """All finished points as one Parquet table, whole or not at all."""
+        import pyarrow.parquet as pq
+
+        target = self.path / TABLE_FILE
+        scratch = self.path / f".{TABLE_FILE}.part"
+        try:
+            pq.write_table(table_of(self.rows()), scratch)
+            os.replace(scratch, target)
+        except OSError as error:
+            raise ExperimentError(f"{target}: cannot be written: {error.strerror}") from None
+        return target
+
+
+def table_of(rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows as a table; a column whose values are of different kinds becomes text, one without values numbers."""
+    import pyarrow as pa
+
+    columns = {}
+    for name in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(name) for row in rows]
+        try:
+            column = pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            column = pa.array([None if value is None else str(value) for value in values])
+        columns[name] = column.cast(pa.float64()) if pa.types.is_null(column.type) else column
+    return pa.table(columns)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    scratch = file.with_name(f".{file.name}.part")
+    with scratch.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(scratch, file)

@@ -1,0 +1,59 @@
+"""The work that other processes do: a task is plain data in, plain data out, so that any transport can carry it.
+
+Errors come back as data too: a point that cannot be run is a result, not the end of a sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+Task = Mapping[str, Any]
+Result = dict[str, Any]
+
+KINDS = {
+    "point": "experiments.sweep_point:run_point",
+    "capacity": "experiments.capacity:run_task",
+    "cluster_size": "experiments.cluster_size:run_task",
+}
+"""What a task's `kind` may be, and who does it."""
+
+PACKAGES = ("policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments")
+
+
+def perform(task: Task) -> Result:
+    """Do one task: {"status": "ok", "result": ...} or {"status": "failed", "error": one line}; never raises."""
+    from metrics.run_folder import json_ready
+
+    began = time.perf_counter()
+    try:
+        module, _, name = KINDS[task["kind"]].partition(":")
+        work: Callable[[Task], Result] = getattr(import_module(module), name)
+        done: Result = {"status": "ok", "error": "", "result": json_ready(work(task))}
+    except Exception as error:
+        done = {"status": "failed", "error": error_line(error), "result": {}}
+        if not is_ours(error):
+            done["traceback"] = traceback.format_exc()
+    done["wall_s"] = time.perf_counter() - began
+    return done
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an exception is one of this project's own types, whose message is meant for users."""
+    return type(error).__module__.split(".")[0] in PACKAGES
+
+
+def error_line(error: BaseException) -> str:
+    """An exception as one line; the type is named unless the message was written for users."""
+    text = " ".join(str(error).split())
+    return text if is_ours(error) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def one_thread_each() -> None:
+    """Keep numerical libraries of a worker from competing for the cores of its siblings."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")

@@ -1,0 +1,354 @@
+"""Replicas behind a router: where every request goes, where it went on, and how it ended, once and only once.
+
+A request usually lives and ends on one replica, and then costs one dictionary entry here. Only one that moves (its KV
+is handed over to a decode replica, or its replica died) gets a journey, which adds up what each stop did for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from simpy import Environment
+
+from metrics import Recorder
+from policies import Ns, Request, Track
+from simulator.autoscaling import Autoscaler, make_autoscaling
+from simulator.disaggregation import Disaggregation, PrefillReplica
+from simulator.failures import parse_failures, schedule_failures
+from simulator.pools import ClusterPlan
+from simulator.replica import Replica
+from simulator.routers import choose, make_router
+
+NO_REPLICA = "no replica is up and none will come back"
+NOWHERE = -1
+
+
+@dataclass(slots=True)
+class Journey:
+    """A request that moves: what its earlier replicas did for it. output_tokens: its true output length."""
+
+    request: Request
+    output_tokens: int
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
+    produced: int = 0
+    admitted_ns: Ns = -1
+    first_token_ns: Ns = -1
+    preemptions: int = 0
+    cached_tokens: int = 0
+
+    def add(self, track: Track, replica: int) -> None:
+        """Take over what a track did on a replica that it leaves."""
+        self.segments += track.segments
+        self.replicas += [replica] * len(track.segments)
+        if self.admitted_ns < 0:
+            self.admitted_ns = track.admitted_ns
+        if self.first_token_ns < 0 and track.segments:
+            self.first_token_ns = track.first_token_ns
+        self.produced = track.produced
+        self.preemptions += track.preemptions
+        self.cached_tokens += track.cached_total
+
+
+@dataclass(slots=True)
+class Life:
+    """A replica's time in the cluster, from its order to its end (-1: it lasted), and why it ended.
+
+    It takes requests from up_ns on, and has its devices from ordered_ns to down_ns.
+    """
+
+    replica: int
+    pool: int
+    role: str
+    ordered_ns: Ns
+    up_ns: Ns
+    down_ns: Ns = -1
+    reason: str = ""
+
+
+class Cluster:
+    """The replicas of a plan. Requests come in by `submit`; each end is recorded, then told to on_end(row).
+
+    expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
+    replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        plan: ClusterPlan,
+        recorder: Recorder,
+        *,
+        on_end: Callable[[int], None],
+        expected: int,
+    ) -> None:
+        self.env = env
+        self.plan = plan
+        self.recorder = recorder
+        self.on_end = on_end
+        self.expected = expected
+        self.ended = 0
+        self._last_end_ns = 0
+        self.coming = [0] * len(plan.pools)
+        self.replicas: list[Replica] = []
+        self.lives: list[Life] = []
+        self.journeys: dict[int, Journey] = {}
+        config = plan.config
+        self.router = make_router(config.router, config.router_knobs)
+        self._rng = Random(f"{config.seed} router")
+        self._pool_of: list[int] = []
+        self._up: list[Replica] = []
+        self._draining: list[Replica] = []
+        self._home: dict[int, Replica] = {}
+        self._stranded: dict[int, tuple[Request, int]] = {}
+        self._kv = Disaggregation(self) if any(pool.role == "decode" for pool in plan.pools) else None
+        self.autoscaler = Autoscaler(self, make_autoscaling(config.autoscale, plan)) if config.autoscale else None
+        for number, pool in enumerate(plan.pools):
+            for _ in range(pool.replicas):
+                self.start(number)
+        failures = parse_failures(config.failures, None if config.autoscale else len(self.replicas))
+        schedule_failures(self, failures, requeue=config.on_failure == "requeue")
+
+    # Requests come and go
+
+    def submit(self, request: Request, output_tokens: int) -> None:
+        """A request arrives; output_tokens is its true output length."""
+        self._place(request, output_tokens, 0)
+
+    def give_up(self, row: int) -> None:
+        """The client of a request has lost its patience; nothing happens if it has ended."""
+        reason = "client gave up waiting"
+        replica = self._home.get(row)
+        if replica is not None:
+            replica.withdraw([row], reason)
+        elif row in self._stranded:
+            request, output_tokens = self._stranded.pop(row)
+            self.end_unplaced(request, output_tokens, "aborted", reason)
+        elif self._kv is not None and self._kv.owns(row):
+            move = self._kv.cancel(row)
+            assert move is not None
+            self.end_journey(move.journey, move.source.number, "aborted", reason)
+
+    def _place(self, request: Request, output_tokens: int, produced: int) -> None:
+        up = self._up
+        if not up:
+            if self.somebody_comes(decode=False):
+                self._stranded[request.id] = (request, output_tokens)
+            else:
+                self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
+            return
+        replica = up[0] if len(up) == 1 else choose(self.router, request, up, self._rng)
+        self._home[request.id] = replica
+        if self._kv is not None and self.plan.pools[self.pool_number(replica)].role == "prefill":
+            self._kv.submit(replica, request, output_tokens, produced)
+        else:
+            replica.submit(request, output_tokens, produced=produced)
+
+    def _on_end(self, track: Track, replica: Replica) -> None:
+        request = track.request
+        row = request.id
+        del self._home[row]
+        if self._kv is not None:
+            if track.hands_over and track.status == "finished":
+                self.journeys[row].add(track, replica.number)
+                self._kv.prompt_ends(track, replica)
+                return
+            self._kv.cancel(row)
+            self._kv.room(replica)
+        if self._draining:
+            self._let_go(replica)
+        if self.journeys and row in self.journeys:
+            journey = self.journeys[row]
+            journey.add(track, replica.number)
+            self.end_journey(journey, replica.number, track.status, track.reason)
+            return
+        self.recorder.request(
+            request, replica.number, track.status, track.reason, track.delivered, track.admitted_ns,
+            track.first_token_ns, track.finished_ns, track.preemptions, track.cached_total, track.segments,
+        )  # fmt: skip
+        self._count_end(row, track)
+
+    def end_journey(self, journey: Journey, replica: int, status: str, reason: str) -> None:
+        """A request that has moved ends now."""
+        row = journey.request.id
+        self.journeys.pop(row, None)
+        self.recorder.request(
+            journey.request, replica, status, reason, journey.produced, journey.admitted_ns, journey.first_token_ns,
+            self.env.now, journey.preemptions, journey.cached_tokens, journey.segments, journey.replicas,
+        )  # fmt: skip
+        self._count_end(row, journey)
+
+    def end_unplaced(self, request: Request, output_tokens: int, status: str, reason: str) -> None:
+        """A request that is on no replica ends now."""
+        self._home.pop(request.id, None)
+        self.end_journey(self.journey(request, output_tokens), NOWHERE, status, reason)
+
+    def _count_end(self, row: int, what: Track | Journey) -> None:
+        self.ended += 1
+        self._last_end_ns = self.env.now
+        if self.autoscaler is not None:
+            self.autoscaler.saw(what)
+        self.on_end(row)
+
+    def journey(self, request: Request, output_tokens: int) -> Journey:
+        """The journey of a request, begun if it has none."""
+        found = self.journeys.get(request.id)
+        if found is None:
+            found = self.journeys[request.id] = Journey(request, output_tokens)
+        return found
+
+    def arrived(self, journey: Journey, replica: Replica) -> None:
+        """The KV of a request has arrived at the replica that decodes it."""
+        self._home[journey.request.id] = replica
+
+    def fail_forgotten(self) -> bool:
+        """Nothing will happen any more: whoever still waits for a replica fails. Returns whether anybody did."""
+        stranded, self._stranded = self._stranded, {}
+        for request, output_tokens in stranded.values():
+            self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
+        parked = self._kv.fail_unplaced() if self._kv is not None else 0
+        return bool(stranded) or bool(parked)
+
+    # Replicas come and go
+
+    def somebody_comes(self, *, decode: bool) -> bool:
+        """Whether a replica that takes new requests (or decodes them) will be up later."""
+        return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
+
+    def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
+        """Add a replica to a pool; it takes requests from now on."""
+        plan = self.plan.pools[pool]
+        config = plan.engine.config
+        prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
+        kind = PrefillReplica if prefill_ahead else Replica
+        replica = kind(
+            self.env, len(self.replicas), plan.engine.scheduler(), plan.engine.cost, self.recorder,
+            on_end=self._on_end, overlap_sends=config.pp_overlap, leaps=config.leaps,
+        )  # fmt: skip
+        if isinstance(replica, PrefillReplica) and self._kv is not None:
+            replica.on_last_chunk = self._kv.last_chunk_begins
+        self.replicas.append(replica)
+        self._pool_of.append(pool)
+        self._open(replica, ordered_ns)
+        return replica
+
+    def pool_number(self, replica: Replica) -> int:
+        return self._pool_of[replica.number]
+
+    def members(self, pool: int) -> list[Replica]:
+        """The replicas of a pool that take requests, by number."""
+        return [replica for replica in self._takers(pool) if self._pool_of[replica.number] == pool]
+
+    def is_up(self, replica: Replica) -> bool:
+        return replica in self._takers(self.pool_number(replica))
+
+    @property
+    def num_stranded(self) -> int:
+        """Requests that no replica could take yet."""
+        return len(self._stranded)
+
+    def drain(self, replica: Replica, reason: str) -> None:
+        """Send a replica no more requests; it goes when those that it has have ended."""
+        self._takers(self.pool_number(replica)).remove(replica)
+        self._life(replica).reason = reason
+        self._draining.append(replica)
+        self._let_go(replica)
+
+    def fail(self, replica: Replica, reason: str, *, requeue: bool) -> None:
+        """A replica dies: batches in flight and KV are lost. Its requests start over elsewhere, or fail."""
+        if self.is_up(replica):
+            self._takers(self.pool_number(replica)).remove(replica)
+        elif replica in self._draining:
+            self._draining.remove(replica)
+        else:
+            return
+        life = self._life(replica)
+        life.down_ns, life.reason = self.env.now, reason
+        homeless: list[Journey] = []
+        go_elsewhere: Callable[[], None] | None = None
+        if self._kv is not None:
+            homeless = self._kv.source_dies(replica)
+            go_elsewhere = self._kv.target_dies(replica)
+        for track in replica.abandon(reason):
+            row = track.request.id
+            del self._home[row]
+            journey = self.journey(track.request, track.ends_after)
+            journey.add(track, replica.number)
+            homeless.append(journey)
+        if go_elsewhere is not None:
+            go_elsewhere()
+        for journey in homeless:
+            if requeue:
+                self._place(journey.request, journey.output_tokens, journey.produced)
+            else:
+                self.end_journey(journey, replica.number, "failed", reason)
+
+    def restore(self, replica: Replica) -> None:
+        """A replica that died is back, empty."""
+        self._open(replica, None)
+
+    def close(self) -> None:
+        """Hand what is still open to the recorder (a run that was cut short)."""
+        for replica in self.replicas:
+            replica.close()
+
+    def facts(self) -> dict[str, Any]:
+        """What became of the cluster, as plain data: the replicas' lives, device seconds, KV moved."""
+        devices = [pool.engine.devices for pool in self.plan.pools]
+        end = self._last_end_ns
+        spans = [
+            (max(0, (min(life.down_ns, end) if life.down_ns >= 0 else end) - life.ordered_ns), life.pool)
+            for life in self.lives
+        ]
+        return {
+            "replicas": len(self.replicas),
+            "devices": self.plan.devices,
+            "device_seconds": sum(span / 1e9 * devices[pool] for span, pool in spans),
+            "lives": [
+                {
+                    "replica": life.replica,
+                    "pool": life.pool,
+                    "role": life.role,
+                    "ordered_s": life.ordered_ns / 1e9,
+                    "up_s": life.up_ns / 1e9,
+                    "down_s": life.down_ns / 1e9 if life.down_ns >= 0 else None,
+                    "reason": life.reason,
+                }
+                for life in self.lives
+            ],
+            "kv": self._kv.facts() if self._kv is not None else None,
+        }
+
+    def _takers(self, pool: int) -> list[Replica]:
+        """Where the replicas of a pool stand while they take requests."""
+        if self._kv is not None and self.plan.pools[pool].role == "decode":
+            return self._kv.up
+        return self._up
+
+    def _open(self, replica: Replica, ordered_ns: Ns | None) -> None:
+        now = self.env.now
+        pool = self.pool_number(replica)
+        role = self.plan.pools[pool].role
+        self.lives.append(Life(replica.number, pool, role, now if ordered_ns is None else ordered_ns, now))
+        if self._kv is not None and role == "decode":
+            self._kv.open(replica)
+            return
+        self._up.append(replica)
+        self._up.sort(key=lambda member: member.number)
+        stranded, self._stranded = self._stranded, {}
+        for request, output_tokens in stranded.values():
+            journey = self.journeys.get(request.id)
+            self._place(request, output_tokens, journey.produced if journey is not None else 0)
+
+    def _let_go(self, replica: Replica) -> None:
+        """A draining replica that has become empty goes."""
+        scheduler = replica.scheduler
+        if replica in self._draining and not scheduler.tracks and not scheduler.handover.held:
+            self._draining.remove(replica)
+            self._life(replica).down_ns = self.env.now
+
+    def _life(self, replica: Replica) -> Life:
+        return next(life for life in reversed(self.lives) if life.replica == replica.number)

@@ -1,0 +1,91 @@
+"""What a router is: a dataclass of knobs whose `choose` names the replica that a request goes to.
+
+It sees what a production load balancer can see: the request, and of every replica that is up its queue lengths, its
+outstanding work and its KV memory. Looking costs nothing that would not have been spent anyway: a replica in the
+middle of a leap over equal iterations answers from the leap's own arrays and is not stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from policies import Request
+from simulator.errors import SimulationError
+
+
+class ReplicaView(Protocol):
+    """A replica as a router sees it; every answer holds for this very moment.
+
+    number: unique in the run, also the tie-breaker. num_running: admitted requests. num_waiting: queued ones, those
+    whose KV is still on its way included. prefill_tokens: prompt tokens (and tokens to recompute) not yet planned.
+    decode_tokens_promised: declared output tokens not yet planned.
+    """
+
+    number: int
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def prefill_tokens(self) -> int: ...
+
+    @property
+    def decode_tokens_promised(self) -> int: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    @property
+    def block_size(self) -> int: ...
+
+
+class Router:
+    """Base of all routers; a subclass is a dataclass whose fields are its knobs.
+
+    Unlike a policy it may remember (a turn, a session's home): in fields with `init=False`, which are no knobs. One
+    object serves one run.
+    """
+
+    paper: ClassVar[str] = ""
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
+        """One of `replicas` (at least one, ascending numbers, all up). rng: the only source of chance, seeded."""
+        raise TypeError(f"{type(self).__name__} has no choose(): a router defines one")
+
+
+def outstanding_requests(replica: ReplicaView) -> int:
+    """Waiting and running requests."""
+    return replica.num_waiting + replica.num_running
+
+
+def outstanding_tokens(replica: ReplicaView) -> int:
+    """Tokens still to be computed: prompts not yet prefilled and declared answers not yet decoded."""
+    return replica.prefill_tokens + replica.decode_tokens_promised
+
+
+def least(replicas: Sequence[ReplicaView], load: Callable[[ReplicaView], Any]) -> ReplicaView:
+    """The replica with the smallest load, the lowest number among equals."""
+    return min(replicas, key=lambda replica: (load(replica), replica.number))
+
+
+View = TypeVar("View", bound=ReplicaView)
+
+
+def choose(router: Router, request: Request, replicas: Sequence[View], rng: Random) -> View:
+    """The replica that a router names, checked to be one of those it was given."""
+    chosen = router.choose(request, replicas, rng)
+    for replica in replicas:
+        if replica is chosen:
+            return replica
+    raise SimulationError(
+        f"router {type(router).__name__} chose {chosen!r} for request {request.id}, expected one of the "
+        f"{len(replicas)} replicas it was given"
+    )

@@ -1,0 +1,39 @@
+"""A session stays where it began, so that its earlier turns are found in that replica's prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from policies import Request
+from policies.policy import knob
+from simulator.routers.router import ReplicaView, Router, least, outstanding_requests
+
+
+@dataclass
+class SessionAffinity(Router):
+    """The replica that served the session before; a new session, or one that has to move, goes to the fewest requests.
+
+    Requests without a session are routed each by itself.
+    """
+
+    spill: int = knob(
+        0, "a session moves when its replica has so many requests more than the least loaded one; 0: never", least=0
+    )
+
+    _home: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
+        idlest = least(replicas, outstanding_requests)
+        if request.session is None:
+            return idlest
+        number = self._home.get(request.session)
+        home = next((replica for replica in replicas if replica.number == number), None)
+        if home is None or self._too_busy(home, idlest):
+            home = idlest
+            self._home[request.session] = home.number
+        return home
+
+    def _too_busy(self, home: ReplicaView, idlest: ReplicaView) -> bool:
+        return bool(self.spill) and outstanding_requests(home) >= outstanding_requests(idlest) + self.spill

@@ -1,0 +1,202 @@
+"""Sweeps: their points, their folder, and that no engine, kill or restart changes what comes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from experiments.engines import ThisProcess, WorkerProcesses, make_engine
+from experiments.errors import ExperimentError
+from experiments.sweep import run_sweep
+from experiments.sweep_space import SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = {"requests": 12, "arrivals": "poisson:4", "prompt": "fixed:600", "output": "fixed:20"}
+BASE = {"model": "llama-3.1-8b", "gpu": "a100", "cost_model": "roofline"}
+SPACE: dict[str, Any] = {"policy": ["chunked", "prefill_priority"], "chunk_size": [128, 256], "seed": [0, 1]}
+FILE = """
+[trace]
+requests = 40
+arrivals = "poisson:4"
+prompt = "fixed:600"
+output = "fixed:60"
+[base]
+gpu = "a100"
+cost_model = "roofline"
+[space]
+chunk_size = [64, 128, 256, 512]
+rate_scale = {low = 0.5, high = 2.0, count = 5, log = true}
+"""
+
+
+def small(**changes: Any) -> SweepSpec:
+    return parse_sweep({"trace": TRACE, "base": BASE, "space": SPACE, **changes})
+
+
+def test_a_grid_visits_every_combination_once_and_a_knob_only_where_the_policy_has_it() -> None:
+    points = enumerate_points(small())
+    assert points == [
+        *({"policy": "chunked", "chunk_size": chunk, "seed": seed} for chunk in (128, 256) for seed in (0, 1)),
+        *({"policy": "prefill_priority", "seed": seed} for seed in (0, 1)),
+    ]
+
+
+def test_ranges_become_the_values_between_their_ends() -> None:
+    space = {
+        "chunk_size": {"low": 64, "high": 256, "step": 64},
+        "rate_scale": {"low": 1.0, "high": 4.0, "count": 3, "log": True},
+    }
+    axes = {axis.name: axis.grid() for axis in small(space=space).axes}
+    assert axes == {"chunk_size": (64, 128, 192, 256), "rate_scale": (1.0, 2.0, 4.0)}
+
+
+def test_a_longer_random_sweep_begins_with_the_points_of_a_shorter_one() -> None:
+    space = {"chunk_size": {"low": 1, "high": 4096}, "rate_scale": {"low": 0.1, "high": 10.0, "log": True}}
+    shorter, longer = (enumerate_points(small(space=space, method="random", points=n)) for n in (5, 20))
+    assert longer[:5] == shorter
+    assert all(0.1 <= point["rate_scale"] <= 10 and 1 <= point["chunk_size"] <= 4096 for point in longer)
+
+
+def test_settings_find_their_place_in_the_task() -> None:
+    space = {"trace.prompt": ["fixed:9"], "hardware.memory_bandwidth": [1e12], "chunk_size": [64], "tp": [2]}
+    spec = small(space=space)
+    task = task_of(spec, enumerate_points(spec)[0])
+    assert task["trace"] == {**TRACE, "prompt": "fixed:9", "seed": 0}
+    assert task["hardware"] == {"memory_bandwidth": 1e12}
+    assert task["config"] == {**BASE, "tp": 2, "knobs": {"chunk_size": 64}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"space": {}}, "found no axis"),
+        ({"space": {"chunk_sise": [1]}}, "neither a setting of a replay nor a knob of chunked"),
+        ({"space": {"trace.promt": ["fixed:1"]}}, r"found 'trace.promt', expected trace. and one of"),
+        ({"space": {"gpus.sms": [1]}}, "expected a prefix"),
+        ({"space": {"tp": 4}}, "expected a list or a range"),
+        ({"space": {"tp": {"low": 4, "high": 1}}}, "expected low below high"),
+        ({"method": "gird"}, "method: found 'gird'"),
+        ({"method": "random"}, "points: found 0"),
+        ({"method": "optuna", "points": 3, "objective": "speed"}, "objective: found 'speed'"),
+        ({"spase": {}}, "found key 'spase'"),
+        ({"trace": {"fyle": "x"}}, "trace: found 'fyle'"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_one_clear_line(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        small(**content)
+
+
+def test_worker_processes_and_this_process_write_the_same_table(tmp_path: Path) -> None:
+    run_sweep(small(), tmp_path / "a", engine=ThisProcess())
+    run_sweep(small(), tmp_path / "b", engine=WorkerProcesses(2))
+    assert (tmp_path / "a/sweep.parquet").read_bytes() == (tmp_path / "b/sweep.parquet").read_bytes()
+    rows = pq.read_table(tmp_path / "a/sweep.parquet").to_pylist()
+    assert [row["finished"] for row in rows] == [12] * 6
+    assert rows[0]["chunk_size"] == 128
+    assert rows[5]["chunk_size"] is None
+
+
+def test_changed_facts_of_gpu_and_model_change_the_costs(tmp_path: Path) -> None:
+    space = {"hardware.memory_bandwidth": [1e12, 2e12], "model.layers": [16, 32]}
+    rows = run_sweep(small(space=space), tmp_path / "sweep").rows()
+    slow_half, slow_whole, fast_half, fast_whole = (row["tbt_s_p50"] for row in rows)
+    # Decoding is bound by bandwidth: half the layers or twice the bandwidth is near half the time.
+    assert 0.4 < slow_half / slow_whole < 0.65
+    assert 0.4 < fast_whole / slow_whole < 0.65
+    assert fast_half < slow_half
+    assert all("changed" in row["cost_model"] for row in rows)
+
+
+def test_a_point_that_cannot_be_run_is_a_row_with_its_error(tmp_path: Path) -> None:
+    rows = run_sweep(small(space={"tp": [1, 3]}), tmp_path / "sweep").rows()
+    assert [row["status"] for row in rows] == ["ok", "failed"]
+    assert rows[1]["error"].startswith("tp: found 3")
+    assert rows[1]["ttft_s_p50"] is None
+    again = run_sweep(small(space={"tp": [1, 3]}), tmp_path / "sweep", retry_failed=True).rows()
+    assert again == rows
+
+
+def test_a_worker_that_dies_costs_its_point_alone(tmp_path: Path) -> None:
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text(
+        "import os\nfrom dataclasses import dataclass\nfrom policies import Policy\n"
+        "@dataclass(frozen=True)\nclass Deadly(Policy):\n    def plan(self, *args):\n        os._exit(7)\n"
+    )
+    spec = small(space={"policy": ["chunked", f"{deadly}:Deadly", "prefill_priority"]})
+    rows = run_sweep(spec, tmp_path / "sweep", engine=WorkerProcesses(1)).rows()
+    assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
+    assert rows[1]["error"] == "worker process died (exit code 7)"
+
+
+def test_a_sweep_taken_up_again_keeps_finished_points_and_does_the_others(tmp_path: Path) -> None:
+    folder = run_sweep(small(), tmp_path / "sweep")
+    rows = folder.rows()
+    kept, lost = tmp_path / "sweep/points/000001.json", tmp_path / "sweep/points/000004.json"
+    marked = json.loads(kept.read_text())
+    marked["result"]["ttft_s_p50"] = 123.0
+    kept.write_text(json.dumps(marked))
+    lost.unlink()
+    again = run_sweep(small(), tmp_path / "sweep").rows()
+    assert again[1]["ttft_s_p50"] == 123.0
+    assert again[4] == rows[4]
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(ExperimentError, match="no folder of a sweep"):
+        run_sweep(small(), tmp_path)
+    run_sweep(small(space={"tp": [1]}), tmp_path / "sweep")
+    with pytest.raises(ExperimentError, match="another sweep"):
+        run_sweep(small(), tmp_path / "sweep")
+
+
+def test_a_sweep_survives_kill_9_without_redoing_or_losing_a_point(tmp_path: Path) -> None:
+    file, out = tmp_path / "sweep.toml", tmp_path / "killed"
+    file.write_text(FILE)
+    command = [sys.executable, "-m", "experiments", "sweep", str(file), "--out", str(out), "--workers", "1", "--json"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(list(out.glob("points/0*.json"))) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = {path: path.stat().st_mtime_ns for path in out.glob("points/0*.json")}
+    assert 8 <= len(before) < 20
+    assert all(json.loads(path.read_text())["status"] == "ok" for path in before)
+    run_sweep(read_sweep(file), out)
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    run_sweep(read_sweep(file), tmp_path / "whole")
+    assert (out / "sweep.parquet").read_bytes() == (tmp_path / "whole/sweep.parquet").read_bytes()
+
+
+def test_optuna_proposes_the_same_points_whoever_works_and_however_often_it_is_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    search = {
+        "method": "optuna", "points": 14, "batch": 4, "objective": "ttft_s_p99", "direction": "minimize",
+        "space": {"chunk_size": {"low": 64, "high": 1024, "step": 64}, "policy": ["chunked", "vllm_v1"]},
+    }  # fmt: skip
+    whole = run_sweep(small(**search), tmp_path / "a").rows()
+    for number in (5, 12, 13):
+        (tmp_path / f"a/points/{number:06d}.json").unlink()
+    assert run_sweep(small(**search), tmp_path / "a").rows() == whole
+    assert len(whole) == 14
+
+
+@pytest.mark.slow
+def test_ray_writes_the_same_table_as_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    run_sweep(small(), tmp_path / "a")
+    run_sweep(small(), tmp_path / "b", engine=make_engine("ray", ray_address="local"))
+    assert (tmp_path / "a/sweep.parquet").read_bytes() == (tmp_path / "b/sweep.parquet").read_bytes()

@@ -1,0 +1,152 @@
+"""KV that moves between engines: blocks kept until they are read, taken before they are filled, never lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies import BlockLedger, CountingLedger, Host, PolicyError, Request, Scheduler, make_policy
+
+BLOCK = 4
+
+
+def scheduler(blocks=20, policy="chunked", by_id=False, watermark=0.0):
+    ledger = BlockLedger(blocks, BLOCK, 64) if by_id else CountingLedger(blocks, BLOCK, 64)
+    return Scheduler(make_policy(policy), ledger, Host(tile=16), watermark=watermark)
+
+
+def finish(engine, now=0, most=200):
+    """Run until nothing can be planned; returns who finished, in order."""
+    done = []
+    for _ in range(most):
+        batch = engine.plan(now)
+        if batch is None:
+            return done
+        now += 10
+        done += [track.request.id for track in engine.complete(batch, now).finished]
+    raise AssertionError("does not end")
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_blocks_of_a_handed_over_prompt_stay_taken_until_they_are_read(by_id):
+    engine = scheduler(by_id=by_id)
+    engine.add(Request(0, 0, 10, 1), 0, ends_after=1, hands_over=True)
+    assert finish(engine) == [0]
+    assert (engine.ledger.free_blocks, engine.queues.num_running, engine.tracks) == (17, 0, {})
+    engine.handover.release(0)
+    assert engine.ledger.free_blocks == 20
+
+
+def test_a_queue_behind_held_blocks_waits_instead_of_being_rejected():
+    engine = scheduler(blocks=5)
+    engine.add(Request(0, 0, 16, 1), 0, ends_after=1, hands_over=True)
+    engine.add(Request(1, 0, 16, 1), 0, ends_after=1)
+    assert finish(engine) == [0]
+    assert engine.reject_stuck(0) is None
+    engine.handover.release(0)
+    assert finish(engine) == [1]
+
+
+@pytest.mark.parametrize("policy", ["chunked", "prefill_priority", "decode_maximal", "dynamic_chunk", "vllm_v1"])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_received_request_goes_on_with_its_next_token(by_id, policy):
+    engine = scheduler(by_id=by_id, policy=policy)
+    track = engine.handover.receive(Request(0, 0, 10, 6), 0, ends_after=4, computed=10, produced=1)
+    assert engine.plan(0) is None, "its KV is not here"
+    assert engine.handover.reserve(track)
+    assert engine.ledger.free_blocks == 17
+    engine.handover.arrive(track)
+    batch = engine.plan(0)
+    assert (batch.shape.chunks, batch.shape.sampled) == (((1, 10),), 1), "one token on top of ten handed over"
+    engine.complete(batch, 10)
+    assert finish(engine, 10) == [0]
+    assert (track.delivered, sum(end - start for _, start, end in track.segments)) == (4, 3)
+    queues = engine.queues
+    assert (engine.ledger.free_blocks, queues.prefill_tokens, queues.decode_tokens_promised) == (20, 0, 0)
+
+
+def test_no_blocks_are_reserved_where_there_is_no_room():
+    engine = scheduler(blocks=5, watermark=0.2)
+    first = engine.handover.receive(Request(0, 0, 8, 2), 0, ends_after=2, computed=8, produced=1)
+    second = engine.handover.receive(Request(1, 0, 8, 2), 0, ends_after=2, computed=8, produced=1)
+    assert engine.handover.reserve(first)
+    assert not engine.handover.reserve(second)
+    assert engine.ledger.free_blocks == 2
+    engine.handover.arrive(first)
+    assert finish(engine) == [0]
+    assert engine.handover.reserve(second)
+
+
+def test_blocks_that_wait_in_the_queue_are_taken_back_when_nothing_else_could_run():
+    """The preempted head needs 6 blocks; the one behind it holds 3 of the 8 and recomputes them in the end."""
+    engine = scheduler(blocks=8)
+    engine.add(Request(0, 0, 20, 8), 0, ends_after=8)
+    engine.complete(engine.plan(0), 10)
+    behind = engine.handover.receive(Request(1, 0, 10, 4), 10, ends_after=4, computed=10, produced=1)
+    assert engine.handover.reserve(behind)
+    engine.handover.arrive(behind)
+    engine.queues.waiting.clear()
+    engine.queues.waiting.append(behind)
+    engine.stop(engine.tracks[0])
+    assert [track.request.id for track in engine.queues.waiting] == [0, 1]
+    assert finish(engine, 10) == [0, 1]
+    assert (behind.computed, behind.delivered, engine.ledger.free_blocks) == (0, 4, 8)
+    assert (engine.queues.prefill_tokens, engine.queues.decode_tokens_promised) == (0, 0)
+
+
+def test_a_withdrawn_request_gives_back_what_it_reserved():
+    engine = scheduler()
+    expected = engine.handover.receive(Request(0, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+    engine.handover.reserve(expected)
+    waiting = engine.handover.receive(Request(1, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+    engine.handover.reserve(waiting)
+    engine.handover.arrive(waiting)
+    assert len(engine.withdraw([0, 1], "client gone")) == 2
+    assert (engine.ledger.free_blocks, len(engine.queues.waiting), engine.handover.expected) == (20, 0, {})
+    assert (engine.queues.prefill_tokens, engine.queues.decode_tokens_promised) == (0, 0)
+
+
+def test_kv_of_a_whole_request_cannot_be_handed_over():
+    with pytest.raises(PolicyError, match="KV of 11 tokens handed over, expected 1 to 10"):
+        scheduler().handover.receive(Request(0, 0, 10, 4), 0, ends_after=4, computed=11, produced=1)
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_an_engine_that_died_has_nothing_left_and_can_start_again(by_id):
+    engine = scheduler(by_id=by_id)
+    for row in range(3):
+        engine.add(Request(row, 0, 10, 9), 0, ends_after=9)
+    engine.add(Request(3, 0, 4, 1), 0, ends_after=1, hands_over=True)
+    engine.complete(engine.plan(0), 10)
+    assert engine.handover.held
+    engine.complete(engine.plan(10), 20)
+    engine.plan(20)
+    gone = engine.abandon("it burnt", 25)
+    assert [(track.request.id, track.status, track.delivered) for track in gone] == [
+        (row, "failed", 2) for row in range(3)
+    ]
+    queues = engine.queues
+    assert (engine.ledger.free_blocks, queues.num_running, queues.in_flight_batches) == (20, 0, 0)
+    assert (queues.prefill_tokens, queues.decode_tokens_promised, queues.parts) == (0, 0, [])
+    assert [cohort.times for cohort in engine.take_retired()] == [[10, 20]]
+    again = engine.add(Request(0, 0, 10, 9), 30, ends_after=9, produced=2)
+    assert finish(engine, 30) == [0]
+    assert again.delivered == 9
+
+
+def test_withdrawing_a_request_whose_last_token_is_on_its_way_drops_that_token():
+    """Planning ahead sets a request aside once its declared limit is planned; the client may still go."""
+    policy = make_policy("vllm_v1", {"async_scheduling": True})
+    engine = Scheduler(policy, CountingLedger(20, BLOCK, 64), Host(chase_chunks=True, chase_decodes=True))
+    engine.add(Request(0, 0, 4, 2), 0, ends_after=2)
+    engine.add(Request(1, 0, 4, 9), 0, ends_after=9)
+    first, second = engine.plan(0), engine.plan(0)
+    engine.complete(first, 10)
+    third = engine.plan(10)
+    assert engine.tracks[0].closing
+    (gone,) = engine.withdraw([0], "client gone", 12)
+    assert gone.delivered == 1
+    for batch, now in ((second, 20), (third, 30)):
+        outcome = engine.complete(batch, now)
+        assert (sum(count for _, count in outcome.gaps), outcome.finished) == (1, [])
+    assert finish(engine, 30) == [1]
+    assert (engine.ledger.free_blocks, engine.queues.decode_tokens_promised) == (20, 0)

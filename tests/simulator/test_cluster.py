@@ -1,0 +1,201 @@
+"""Clusters: queueing theory, equality with a single replica, and what must hold whatever happens to the replicas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metrics import Recorder
+from simulator.config import ReplayConfig
+from simulator.pools import make_cluster_plan
+from simulator.routers import router_names
+from simulator.simulation import replay, simulate
+from tests.simulator.constant_cost import ConstantCost, trace_of
+from workloads import Trace
+
+S = 1_000_000_000
+MS = 1_000_000
+
+
+def run(trace, cost, **options):
+    options.setdefault("num_blocks", 1000)
+    return replay(trace, ReplayConfig(**options), cost=cost)
+
+
+def by_request(result, column):
+    order = np.argsort(result.tables.column("requests", "request"))
+    return result.tables.column("requests", column)[order]
+
+
+def latency(result):
+    return by_request(result, "finished_s") - by_request(result, "arrival_s")
+
+
+def queue(rate, outputs, seed):
+    """Poisson arrivals of one-token prompts with the given answers."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.rint(np.cumsum(rng.exponential(1e9 / rate, len(outputs)))).astype(np.int64)
+    return Trace("queue", arrivals, np.ones(len(outputs), int), outputs, outputs)
+
+
+def mean_and_half_width(values, batches=20):
+    """Mean and 99.9 % confidence half-width by batch means (t = 3.88 at 19 degrees of freedom)."""
+    means = np.array([part.mean() for part in np.array_split(values, batches)])
+    return means.mean(), 3.88 * means.std(ddof=1) / math.sqrt(batches)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_batches_of_one_with_equal_service_are_an_m_d_1_queue(load):
+    """Mean wait rho s / 2 (1 - rho) for service s (Pollaczek-Khinchine)."""
+    trace = queue(load, np.ones(8_000, int), seed=3)
+    waits = latency(run(trace, ConstantCost(device_ns=S), max_num_seqs=1)) - 1
+    mean, half = mean_and_half_width(waits[1000:])
+    assert abs(mean - load / (2 * (1 - load))) < half < 0.6
+
+
+@pytest.mark.parametrize(("servers", "load"), [(1, 0.7), (3, 0.8)])
+def test_sending_work_where_least_is_left_is_an_m_m_c_queue(servers, load):
+    """Joining the least remaining work is one queue for all servers: its mean wait is Erlang's C formula."""
+    rng = np.random.default_rng(5)
+    # Exponential service of mean 1 s, in iterations of 20 ms (the prompt's included).
+    outputs = np.maximum(1, np.rint(rng.exponential(50, 8_000))).astype(int)
+    trace = queue(servers * load, outputs, seed=7)
+    result = run(
+        trace, ConstantCost(device_ns=20 * MS), replicas=servers, router="least_outstanding_tokens", max_num_seqs=1,
+        num_blocks=100_000,
+    )  # fmt: skip
+    waits = by_request(result, "admitted_s") - by_request(result, "arrival_s")
+    mean, half = mean_and_half_width(waits[1000:])
+    offered = servers * load
+    tail = offered**servers / math.factorial(servers) / (1 - load)
+    erlang_c = tail / (sum(offered**k / math.factorial(k) for k in range(servers)) + tail)
+    assert abs(mean - erlang_c / (servers * (1 - load))) < half < 0.8
+
+
+def test_several_replicas_share_what_one_would_do_alone():
+    """Two requests at once on two replicas: each as if it were alone."""
+    trace = trace_of([(0, 4, 10), (0, 4, 10)])
+    result = run(trace, ConstantCost(device_ns=S, per_row_ns=S), replicas=2)
+    assert by_request(result, "replica").tolist() == [0, 1]
+    alone = run(trace_of([(0, 4, 10)]), ConstantCost(device_ns=S, per_row_ns=S))
+    assert set(by_request(result, "finished_s")) == set(by_request(alone, "finished_s"))
+
+
+def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at():
+    """A thousand arrivals pass by a replica in the middle of a long answer: it still leaps over it in one go."""
+    rows = [(0, 4, 3000)] + [(1 + i * 0.01, 4, 1) for i in range(1000)]
+    config = ReplayConfig(replicas=2, router="least_outstanding_tokens", num_blocks=1000)
+    leaps = []
+
+    class Watched(Recorder):
+        def back_to_back(self, replica, *args, **options):
+            leaps.append(replica)
+            super().back_to_back(replica, *args, **options)
+
+    cost = ConstantCost(device_ns=MS)
+    trace = trace_of(rows)
+    simulate(trace, make_cluster_plan(config, trace, cost), Watched())
+    assert leaps == [0]
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(1, 4000))
+@settings(max_examples=60, deadline=None)
+def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, look_ms):
+    """Looking first and settling afterwards give the same numbers."""
+    from simpy import Environment
+
+    from simulator.moment import ARRIVAL, Moment
+    from simulator.replica import Replica
+    from simulator.simulation import make_engine
+
+    trace = trace_of([(0, 4, output) for output in outputs])
+    engine = make_engine(ReplayConfig(num_blocks=5000), trace, ConstantCost(device_ns=MS))
+    env = Environment()
+    replica = Replica(env, 0, engine.scheduler(), engine.cost, Recorder())
+    for row, output in enumerate(outputs):
+        replica.submit(trace.request(row), output)
+
+    def look(event):
+        def seen():
+            return (replica.num_running, replica.num_waiting, replica.prefill_tokens, replica.decode_tokens_promised)
+
+        before = seen()
+        replica.settle()
+        assert seen() == before
+
+    Moment(env, look_ms * MS, look, ARRIVAL)
+    env.run()
+
+
+@st.composite
+def workloads(draw):
+    rows = draw(
+        st.lists(
+            st.tuples(st.floats(0, 4), st.integers(1, 60), st.integers(1, 40), st.sampled_from([None, "a", "b"])),
+            min_size=1,
+            max_size=16,
+        )
+    )
+    at, requests = 0.0, []
+    for gap, prompt, output, _ in rows:
+        at += gap
+        requests.append((at, prompt, output))
+    trace = trace_of(requests)
+    sessions = [session for *_, session in rows]
+    return Trace(
+        "test", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
+        session=sessions, prefix_hashes=[tuple(range(int(n) // 16)) for n in trace.prompt_tokens], hash_tokens=16,
+    )  # fmt: skip
+
+
+def check_conservation(trace, result):
+    """Every request ends once, with as many tokens as it says, at times that only go forward."""
+    summary = result.summary
+    ends = summary["finished"] + summary["rejected"] + summary["failed"] + summary["aborted"]
+    assert ends == summary["requests"] == len(trace)
+    requests = result.tables.table("requests").to_pydict()
+    assert sorted(requests["request"]) == list(range(len(trace)))
+    for request, status, tokens in zip(requests["request"], requests["status"], requests["output_tokens"]):
+        assert tokens == trace.output_tokens[request] if status == "finished" else tokens < trace.output_tokens[request]
+    times = {}
+    for replica, cohort, step, time in zip(*result.tables.table("tokens").to_pydict().values()):
+        times[replica, cohort, step] = time
+    segments = result.tables.table("segments").to_pydict()
+    tokens: dict[int, list[float]] = {}
+    for request, replica, cohort, start, end in zip(*segments.values()):
+        tokens.setdefault(request, []).extend(times[replica, cohort, step] for step in range(start, end))
+    for request, status, first, last in zip(
+        requests["request"], requests["status"], requests["first_token_s"], requests["finished_s"]
+    ):
+        delivered = tokens.get(request, [])
+        assert delivered == sorted(delivered)
+        if status == "finished":
+            assert (delivered[0], delivered[-1]) == (first, last)
+    return summary
+
+
+COST = ConstantCost(S // 3, per_row_ns=1_000_003, per_context_ns=10_007, before_ns=50_000, after_ns=777)
+
+
+@given(workloads(), st.sampled_from(router_names()), st.integers(1, 4), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_no_router_loses_a_request_and_leaps_change_nothing(trace, router, replicas, impatient):
+    if impatient:
+        trace = trace.with_timeout(9.7)
+    tables = []
+    for leaps in (True, False):
+        result = run(trace, COST, router=router, replicas=replicas, leaps=leaps, block_size=4, num_blocks=40)
+        check_conservation(trace, result)
+        tables.append(result.tables)
+    for name in ("requests", "iterations", "tokens", "segments", "stages"):
+        rows = [sorted(map(repr, table.table(name).to_pylist())) for table in tables]
+        assert rows[0] == rows[1], name
+
+
+def test_an_unknown_router_is_one_clear_line():
+    with pytest.raises(ValueError, match="router: found 'roundrobin', expected one of random, round_robin"):
+        run(trace_of([(0, 4, 4)]), COST, router="roundrobin")
