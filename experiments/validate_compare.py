@@ -49,6 +49,7 @@ class Comparison:
     live_low: float
     live_high: float
     rescaled: float
+    repeats: int
     aim: float | None
 
     @property
@@ -102,7 +103,7 @@ def compare(
         found.append(
             Comparison(
                 policy, load, statistic, float(simulated[statistic]), float(low), float(high), float(np.mean(values)),
-                min(values), max(values), float(rescaled[statistic]), aim,
+                min(values), max(values), float(rescaled[statistic]), len(values), aim,
             )
         )  # fmt: skip
     return found
@@ -110,8 +111,8 @@ def compare(
 
 @dataclass(frozen=True)
 class Ranking:
-    """Pairs of policies by one statistic: decided where the ranges of the live repeats do not meet, and of these how
-    many the prediction puts in the same order."""
+    """Pairs of policies by one statistic: decided where the ranges of the live repeats do not meet (one repeat decides
+    nothing), and of these how many the prediction puts in the same order."""
 
     statistic: str
     load: float
@@ -136,7 +137,7 @@ def rank(comparisons: Sequence[Comparison], statistics: Sequence[str] = RANKED) 
                 continue
             decided, wrong = 0, []
             for one, other in combinations(rows, 2):
-                if one.live_low <= other.live_high and other.live_low <= one.live_high:
+                if one.repeats < 2 or (one.live_low <= other.live_high and other.live_low <= one.live_high):
                     continue
                 decided += 1
                 if (one.live < other.live) != (one.simulated < other.simulated):
