@@ -142,6 +142,8 @@ class LiveEngine:
     def run(self) -> Outcome:
         """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM."""
         with self._signals():
+            if self.progress is not None:
+                self.progress(0, len(self.trace))
             self._origin = time.perf_counter_ns()
             cpu = time.process_time_ns()
             worker = None
