@@ -120,12 +120,13 @@ class LiveEngine:
         at_once: bool = False,
         progress: Progress | None = None,
         on_token: Callable[[int, int], None] | None = None,
+        on_end: Callable[[int, Text], None] | None = None,
         inside: Callable[[Any], bool] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
         self.trace, self.prompts, self.sampling = trace, prompts, sampling
         self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
-        self.inside = inside
+        self.inside, self.on_end = inside, on_end
         self.arrivals = Arrivals(trace, time_scale, at_once)
         self.outcome = Outcome()
         self._ahead = scheduler.depth > 1
@@ -187,10 +188,11 @@ class LiveEngine:
         scheduler, flights, outcome = self.scheduler, self._flights, self.outcome
         depth = scheduler.depth
         while self.arrivals.outstanding and not outcome.stopped_by:
-            self._admit()
+            # Who has arrived by the moment of a plan, and nobody else, is known to it: so a run can be planned again.
+            now = self._admit()
             stuck = False
             while len(flights) < depth:
-                batch = scheduler.plan(self.now_ns())
+                batch = scheduler.plan(now)
                 if batch is None:
                     stuck = not flights
                     break
@@ -202,15 +204,16 @@ class LiveEngine:
         while flights:
             self._complete(flights.popleft())
 
-    def _admit(self) -> None:
+    def _admit(self) -> Ns:
+        """Take in what has arrived by now, and say when that was."""
         now = self.now_ns()
         while self._give_up and self._give_up[0][0] <= now:
             _, row = heappop(self._give_up)
             self._withdraw([row], "client gave up waiting", "aborted")
-        if self.arrivals.next_ns > now:
-            return
-        for at, row in self.arrivals.due(now):
-            self._arrive(at, row)
+        if self.arrivals.next_ns <= now:
+            for at, row in self.arrivals.due(now):
+                self._arrive(at, row)
+        return now
 
     def _arrive(self, at_ns: Ns, row: int) -> None:
         trace = self.trace
@@ -340,6 +343,8 @@ class LiveEngine:
         text = self.runner.texts.pop(row, None)
         if text is not None:
             self.outcome.answers[row] = text.output
+            if self.on_end is not None:
+                self.on_end(row, text)
         self.recorder.request(
             track.request, 0, track.status, track.reason, track.delivered, track.admitted_ns, track.first_token_ns,
             track.finished_ns, track.preemptions, track.cached_total, track.segments,

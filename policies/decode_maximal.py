@@ -60,8 +60,10 @@ def decode_beside_a_prompt(queues: Queues, draft: Draft, kv: KVView, host: Host)
     done prompt or a new one that finds a free slot, B without."""
     slots = slots_of_batch(kv, host)
     prompt = next(_prompts(queues), None)
-    if prompt is not None and prompt.order < 0 and kv.blocks_for(slot_tokens(prompt, kv)) > kv.free_blocks:
-        prompt = None
+    if prompt is not None and prompt.order < 0:
+        # What was handed over with it is there already.
+        needed = kv.blocks_for(slot_tokens(prompt, kv)) - prompt.blocks
+        prompt = prompt if needed <= kv.free_blocks else None
     draft.decode_all(slots if prompt is None else slots - 1)
     return None if draft.preempted else prompt
 

@@ -31,7 +31,7 @@ class DynamicChunk(Policy):
     rule: str = knob(
         "pd_ratio",
         "pd_ratio: by p, the prefill share of the tokens of work at hand; tbt_slo: the most tiles whose estimated time "
-        "keeps the TBT target; prefix_aware: smaller as the prompt's prefix grows, so that iterations take equal time",
+        "keeps the TBT target; prefix_aware: smaller as the prompt's prefix grows, so that chunks take equal time",
         choices=("pd_ratio", "tbt_slo", "prefix_aware"),
     )
     prefill_heavy: float = knob(0.7, "pd_ratio: above this p the large chunk size is used", least=0, most=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
 
@@ -19,8 +20,17 @@ class Queues:
     """
 
     __slots__ = (
-        "_by_class", "_chase_chunks", "_chase_decodes", "decode_tokens_promised", "in_flight_batches", "num_running",
-        "parts", "prefill_tokens", "running_by_slo", "waiting",
+        "_by_class",
+        "_chase_chunks",
+        "_chase_decodes",
+        "decode_tokens_promised",
+        "in_flight_batches",
+        "in_host_memory",
+        "num_running",
+        "parts",
+        "prefill_tokens",
+        "running_by_slo",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:
@@ -34,6 +44,7 @@ class Queues:
         self.decode_tokens_promised = 0
         self._chase_chunks = host.chase_chunks or host.chase_decodes
         self._chase_decodes = host.chase_decodes
+        self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
 
@@ -57,6 +68,12 @@ class Queues:
     def partial(self) -> list[Track]:
         """The prompts half done of `running`."""
         return [part for part in self.running if isinstance(part, Track)]
+
+    @property
+    def swapped(self) -> list[Track]:
+        """Those of `waiting` whose KV lies in host memory; admitting one brings it back (`draft.resume`)."""
+        held = self.in_host_memory
+        return [track for track in self.waiting if track.request.id in held] if held else []
 
     @property
     def anybody_decodes(self) -> bool:
@@ -118,5 +135,12 @@ class Queues:
 def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
-    else:
-        queue.remove(track)
+        return
+    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
+    arrival_ns = track.request.arrival_ns
+    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
+    for near in range(at, min(at + 64, len(queue))):
+        if queue[near] is track:
+            del queue[near]
+            return
+    queue.remove(track)

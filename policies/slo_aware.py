@@ -3,11 +3,14 @@
 A request's slack is the time left to its deadline once the work before its next token is counted. Serving by slack
 keeps the most deadlines while all can be kept; when they cannot, it would waste its effort on requests that are late
 anyway, so those are relegated: served with what the others leave.
+
+Without a cost model (`host.estimator` None) only `chunk_size` bounds an iteration, and slack counts waiting alone.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,10 +31,7 @@ from policies.track import Track
 @dataclass(frozen=True)
 class SloAware(Policy):
     """Decodes always run. Prompts fill what the tightest TBT target among the running requests leaves of the iteration:
-    first those that can still make their deadline, by priority and then by slack, last what is already late.
-
-    Without a cost model (`host.estimator` None) only `chunk_size` bounds an iteration, and slack counts waiting alone.
-    """
+    first those that can still make their deadline, by priority and then by slack, last what is already late."""
 
     chunk_size: int = knob(2048, "most tokens of one batch, where time sets no tighter limit", least=1)
     classes: str = knob(
@@ -40,7 +40,7 @@ class SloAware(Policy):
     ttft_s: float = knob(2.0, "TTFT target where `classes` names none, seconds", least=0)
     tbt_s: float = knob(0.2, "TBT target where `classes` names none, seconds", least=0)
     relegate: bool = knob(True, "serve requests that are late already only with what the others leave")
-    window: int = knob(32, "waiting requests compared per priority and SLO class, earliest deadlines first", least=1)
+    window: int = knob(16, "waiting requests compared per priority and SLO class, earliest deadlines first", least=1)
 
     repeats: ClassVar[bool] = True
     paper: ClassVar[str] = "after Niyama (arXiv 2503.22562): slack, chunks sized by time, relegation"
@@ -51,12 +51,14 @@ class SloAware(Policy):
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         draft.decode_all(first_to_go=lambda track: (track.request.priority, track.order))
-        prompts = self._candidates(queues, draft, host, now_ns)
-        if not prompts:
+        if not queues.partial and not queues.waiting:
             return
         # Slack runs out and estimates grow while nothing else changes.
         draft.only_for_now()
-        left = self._chunk_tokens(prompts[0], queues, draft, host)
+        left, iteration_ns = self._room(0, queues, draft, host)
+        prompts = self._most_urgent_first(queues, draft, left, iteration_ns, now_ns)
+        if prompts and prompts[0].context:
+            left, _ = self._room(prompts[0].context, queues, draft, host)
         line_stands = False
         for prompt in prompts:
             if left <= 0:
@@ -69,67 +71,89 @@ class SloAware(Policy):
                 # The first that memory refuses keeps its turn: nobody behind it may take what it waits for.
                 line_stands = not granted
 
-    def _candidates(self, queues: Queues, draft: Draft, host: Host, now_ns: Ns) -> list[Track]:
-        """Prompts half done and the most urgent of those waiting, most urgent first."""
-        tracks = [*queues.partial]
-        if not draft.preempted:
-            tracks.extend(self._first_of_each_class(queues, now_ns))
-        if len(tracks) < 2:
-            return tracks
-        token_ns = 0.0
-        if host.estimator is not None:
-            token_ns = host.estimate_ns(BatchShape(((self.chunk_size, 0),))) / self.chunk_size
-
-        def urgency(track: Track) -> tuple[bool, int, float, int]:
-            slack = self.deadline_ns(track) - now_ns - track.lacking * token_ns
-            return self.relegate and slack < 0, track.request.priority, slack, track.request.id
-
-        return sorted(tracks, key=urgency)
-
-    def _first_of_each_class(self, queues: Queues, now_ns: Ns) -> Iterator[Track]:
-        """Of each (priority, SLO class) the first that can still be in time, and the first of all.
-
-        Within a class the earliest arrival has the earliest deadline, so the ones that are late already stand in
-        front, and a search finds where they end, however long the queue.
-        """
-        targets = parse_classes(self.classes)
-        for (_, slo), tracks in queues.waiting_by_class.items():
-            late_before = now_ns - self._target_ns(targets, slo)[0] if self.relegate else 0
-            in_time = bisect_left(tracks, late_before, key=lambda track: track.request.arrival_ns)
-            count = len(tracks)
-            for at in range(min(count, self.window)):
-                yield tracks[at]
-            for at in range(max(in_time, self.window), min(count, in_time + self.window)):
-                yield tracks[at]
-
-    def _chunk_tokens(self, first: Track, queues: Queues, draft: Draft, host: Host) -> int:
-        """Prefill tokens beside the decodes granted: whole tiles that keep the tightest TBT target, at least one."""
+    def _room(self, prefix: int, queues: Queues, draft: Draft, host: Host) -> tuple[int, Ns]:
+        """Prefill tokens beside the decodes granted, and how long that iteration takes: as many whole tiles as keep the
+        tightest TBT target of the running requests, at least one."""
         decodes = draft.shape
-        if host.estimator is None or not queues.anybody_decodes:
-            return self.chunk_size - decodes.decodes
-        targets = parse_classes(self.classes)
-        limit_ns = min(self._target_ns(targets, slo)[1] for slo in queues.running_by_slo)
-        prefix = first.context
-        least = (decodes.decodes // host.tile + 1) * host.tile
+        if host.estimator is None:
+            return self.chunk_size - decodes.decodes, 0
 
         def shape_of(rows: int) -> BatchShape:
             return decodes._replace(chunks=((rows - decodes.decodes, prefix),))
 
-        return rows_within(host, limit_ns, least, max(least, self.chunk_size), shape_of) - decodes.decodes
+        least = (decodes.decodes // host.tile + 1) * host.tile
+        rows = max(least, self.chunk_size)
+        if queues.anybody_decodes:
+            limit_ns = min(self._targets_ns(slo)[1] for slo in queues.running_by_slo)
+            rows = rows_within(host, limit_ns, least, rows, shape_of)
+        return rows - decodes.decodes, host.estimate_ns(shape_of(rows))
 
-    def deadline_ns(self, track: Track) -> Ns:
-        """When its next token is due: the first after arrival, a preempted request's next after its last one."""
-        ttft_ns, tbt_ns = self._target_ns(parse_classes(self.classes), track.request.slo)
-        if track.first_token_ns < 0:
-            return track.request.arrival_ns + ttft_ns
-        return track.last_token_ns + tbt_ns
+    def _most_urgent_first(
+        self, queues: Queues, draft: Draft, tokens: int, iteration_ns: Ns, now_ns: Ns
+    ) -> list[Track]:
+        """Prompts half done, and of those waiting the most urgent of every class.
 
-    def _target_ns(self, targets: Mapping[str | None, Targets], slo: str | None) -> tuple[Ns, Ns]:
-        ttft_s, tbt_s = targets.get(slo, _NO_TARGETS)
+        Late is who would be: one iteration prefills `tokens`, and whoever is more urgent goes first.
+        """
+        classes: dict[tuple[int, str | None], list[Track]] = {}
+        for track in queues.partial:
+            classes.setdefault((track.request.priority, track.request.slo), []).append(track)
+        if not draft.preempted:
+            for key, waiting in queues.waiting_by_class.items():
+                late_before = now_ns - self._targets_ns(key[1])[0] if self.relegate else 0
+                classes.setdefault(key, []).extend(self._first_of(waiting, late_before))
+        tokens = max(1, tokens)
+        ranked: list[tuple[int, Ns, int, Ns, Track]] = []
+        for (priority, slo), tracks in classes.items():
+            ttft_ns, tbt_ns = self._targets_ns(slo)
+            for track in tracks:
+                request = track.request
+                # A request that has its first token already was preempted: its next one is due after its last.
+                due_ns = request.arrival_ns + ttft_ns if track.first_token_ns < 0 else track.last_token_ns + tbt_ns
+                work_ns = -(-track.lacking // tokens) * iteration_ns
+                # The latest start orders as the slack does: that is what remains until then.
+                ranked.append((priority, due_ns - work_ns, request.id, due_ns, track))
+        ranked.sort()
+        in_time: list[Track] = []
+        late: list[Track] = []
+        ahead = 0
+        for _, _, _, due_ns, track in ranked:
+            done = ahead + track.lacking
+            if self.relegate and now_ns + -(-done // tokens) * iteration_ns > due_ns:
+                late.append(track)
+            else:
+                in_time.append(track)
+                ahead = done
+        return in_time + late
+
+    def _first_of(self, waiting: deque[Track], late_before: Ns) -> Iterator[Track]:
+        """Of the waiting requests of one class: the preempted, the first in time, and if these are few the first late.
+
+        Within a class the earliest arrival has the earliest deadline, so the late ones stand in front, and a search
+        finds where they end, however long the queue.
+        """
+        count, preempted = len(waiting), 0
+        while preempted < min(count, self.window) and waiting[preempted].preemptions:
+            yield waiting[preempted]
+            preempted += 1
+        in_time = max(preempted, bisect_left(waiting, late_before, key=_arrival_ns))
+        end = min(count, in_time + self.window)
+        for at in range(in_time, end):
+            yield waiting[at]
+        for at in range(preempted, min(in_time, preempted + self.window - (end - in_time))):
+            yield waiting[at]
+
+    def _targets_ns(self, slo: str | None) -> tuple[Ns, Ns]:
+        """(TTFT, TBT) target of a class."""
+        ttft_s, tbt_s = parse_classes(self.classes).get(slo, _NO_TARGETS)
         return (
             round((self.ttft_s if ttft_s is None else ttft_s) * NS_PER_S),
             round((self.tbt_s if tbt_s is None else tbt_s) * NS_PER_S),
         )
+
+
+def _arrival_ns(track: Track) -> Ns:
+    return track.request.arrival_ns
 
 
 class Targets(NamedTuple):

@@ -15,12 +15,16 @@ from simpy import Environment
 
 from metrics import Recorder
 from policies import Ns, Request, Track
+from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
+from simulator.host_memory import HostLink
+from simulator.memory import ReplicaMemory
 from simulator.pools import ClusterPlan
 from simulator.replica import Replica
 from simulator.routers import choose, make_router
+from simulator.swapping import SwapPrefillReplica, SwapReplica, SwapsKV
 
 NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
@@ -72,8 +76,8 @@ class Life:
 class Cluster:
     """The replicas of a plan. Requests come in by `submit`; each end is recorded, then told to on_end(row).
 
-    expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: replicas
-    that are down or starting and will take requests later; while there are any, nobody fails for want of a replica.
+    expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
+    replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
     """
 
     def __init__(
@@ -92,10 +96,11 @@ class Cluster:
         self.expected = expected
         self.ended = 0
         self._last_end_ns = 0
-        self.coming = 0
+        self.coming = [0] * len(plan.pools)
         self.replicas: list[Replica] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
+        self._links: dict[int, HostLink] = {}
         config = plan.config
         self.router = make_router(config.router, config.router_knobs)
         self._rng = Random(f"{config.seed} router")
@@ -135,7 +140,7 @@ class Cluster:
     def _place(self, request: Request, output_tokens: int, produced: int) -> None:
         up = self._up
         if not up:
-            if self.coming:
+            if self.somebody_comes(decode=False):
                 self._stranded[request.id] = (request, output_tokens)
             else:
                 self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
@@ -204,24 +209,59 @@ class Cluster:
         """The KV of a request has arrived at the replica that decodes it."""
         self._home[journey.request.id] = replica
 
+    def fail_forgotten(self) -> bool:
+        """Nothing will happen any more: whoever still waits for a replica fails. Returns whether anybody did."""
+        stranded, self._stranded = self._stranded, {}
+        for request, output_tokens in stranded.values():
+            self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
+        parked = self._kv.fail_unplaced() if self._kv is not None else 0
+        return bool(stranded) or bool(parked)
+
     # Replicas come and go
+
+    def somebody_comes(self, *, decode: bool) -> bool:
+        """Whether a replica that takes new requests (or decodes them) will be up later."""
+        return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
 
     def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
         """Add a replica to a pool; it takes requests from now on."""
         plan = self.plan.pools[pool]
         config = plan.engine.config
         prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
-        kind = PrefillReplica if prefill_ahead else Replica
+        memory = plan.engine.memory
+        if memory.swaps:
+            kind: type[Replica] = SwapPrefillReplica if prefill_ahead else SwapReplica
+        else:
+            kind = PrefillReplica if prefill_ahead else Replica
         replica = kind(
             self.env, len(self.replicas), plan.engine.scheduler(), plan.engine.cost, self.recorder,
             on_end=self._on_end, overlap_sends=config.pp_overlap, leaps=config.leaps,
         )  # fmt: skip
+        if isinstance(replica, SwapsKV):
+            replica.device_block_bytes = memory.device_block_bytes
+            replica.link = self._host_link(len(self.replicas), memory)
         if isinstance(replica, PrefillReplica) and self._kv is not None:
             replica.on_last_chunk = self._kv.last_chunk_begins
         self.replicas.append(replica)
         self._pool_of.append(pool)
         self._open(replica, ordered_ns)
         return replica
+
+    def _host_link(self, number: int, memory: ReplicaMemory) -> HostLink:
+        """The link to host memory of a replica; neighbours may share one."""
+        host = number // memory.config.replicas_per_link
+        if host not in self._links:
+            self._links[host] = memory.link()
+        return self._links[host]
+
+    def _memory_facts(self) -> dict[str, Any]:
+        """What swapping and the trouble ladder did."""
+        block_bytes = self.plan.engine.memory.block_bytes
+        facts = memory_counts([replica.scheduler for replica in self.replicas], block_bytes)
+        if self._links:
+            facts["swap_link_busy_s"] = sum(link.busy_ns for link in self._links.values()) / 1e9
+            facts["swap_link_wait_s"] = sum(link.waited_ns for link in self._links.values()) / 1e9
+        return facts
 
     def pool_number(self, replica: Replica) -> int:
         return self._pool_of[replica.number]
@@ -307,6 +347,7 @@ class Cluster:
                 }
                 for life in self.lives
             ],
+            "memory": self._memory_facts(),
             "kv": self._kv.facts() if self._kv is not None else None,
         }
 

@@ -135,16 +135,34 @@ def policies_command(as_json: o.Json = False) -> None:
         knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
         rule = " ".join((cls.__doc__ or "").split())
         rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+    _list_pages("policy", "--", rows, as_json)
+
+
+@app.command("routers")
+def routers_command(as_json: o.Json = False) -> None:
+    """List every router with its knobs, defaults, paper and rule."""
+    from simulator.routers import router_class, router_knobs, router_names
+
+    rows = []
+    for name in router_names():
+        cls = router_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+    _list_pages("router", "--router-knob ", rows, as_json)
+
+
+def _list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Policies or routers: name, paper, rule, knobs."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     console = _console()
     for row in rows:
-        console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            flag = knob.replace("_", "-")
-            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = prefix + knob.replace("_", "-")
+            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
 def _timeline_window(text: str | None, follow: int | None) -> Any:
@@ -225,12 +243,12 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.simulation import make_engine, replay
+    from simulator.simulation import make_cluster_plan, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
-        make_engine(config, trace)
+        make_cluster_plan(config, trace)
     for note in [] if quiet else trace.notes:
         print(f"note: {note}", file=sys.stderr)
     runs: dict[str, Run] = {}
@@ -283,10 +301,31 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         reasons = _reasons(run)
         if reasons:
             console.print(f"{run.config['policy']}: {reasons}", highlight=False, soft_wrap=True)
+        if run.summary["overloaded"]:
+            words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
+            console.print(f"{run.config['policy']}: {words}", highlight=False, soft_wrap=True)
+    classes = _class_summaries(runs)
+    if classes:
+        console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
     if out is not None:
         console.print(f"written to {out}", highlight=False, soft_wrap=True)
     if drawn:
         console.print(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}", highlight=False)
+
+
+def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """policy / class -> summary, where the requests have more than one SLO class."""
+    from metrics import summarise_classes
+    from metrics.slo import parse_objectives
+
+    found = {}
+    for name, run in runs.items():
+        slo = run.config["replay"]["slo"]
+        classes = summarise_classes(run.tables, slo=parse_objectives(slo) if slo else None)
+        if len(classes) < 2:
+            return {}
+        found |= {f"{_folder_name(name)} {label}": summary for label, summary in classes.items()}
+    return found
 
 
 def _reasons(run: Run) -> str:

@@ -54,6 +54,27 @@ def test_what_is_already_late_steps_back_for_what_can_be_saved(relegate, served,
     assert sum(times[0] <= due[row] for row, times in token_seconds(log).items()) == in_time
 
 
+def test_late_is_also_who_could_not_be_done_behind_the_more_urgent():
+    # At t = 1, 4 tokens a second: B's 3 are done at 2. C (due 2.9) behind it would be done at 3, D (due 4) as well.
+    requests = [
+        asked(A, 0, 4, 1),
+        asked(B, 0.1, 3, 1, slo="b"),
+        asked(C, 0.2, 4, 1, slo="c"),
+        asked(D, 0.3, 4, 1, slo="d"),
+    ]
+
+    def estimate(shape):
+        return shape.prefill_tokens * NS_PER_S // 4
+
+    scheduler = scheduler_for("slo_aware", chunk_size=4, classes="b:ttft=2.8;c:ttft=2.7;d:ttft=3.7", estimator=estimate)
+    assert batches(work_through(scheduler, requests)) == [
+        (0, [(A, 4, 0)], 0),
+        (1, [(B, 3, 0), (D, 1, 0)], 0),
+        (2, [(D, 3, 1), (C, 1, 0)], 0),
+        (3, [(C, 3, 1)], 0),
+    ]
+
+
 def test_prompts_take_what_the_tightest_target_among_the_running_leaves():
     # 10 ms a row in tiles of 4: 8 rows keep 0.1 s (chat), 16 keep 0.16 s (the default).
     settings = {

@@ -1,0 +1,267 @@
+"""`python -m experiments capacity`: what a setting can serve within an objective, or how large a cluster must be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.errors import ExperimentError
+from experiments.sweep_command import EngineOption, RayAddressOption, WorkersOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from experiments.capacity_study import CapacityStudy
+    from experiments.engines import Engine
+    from experiments.prices import Price
+
+
+def register(app: typer.Typer) -> None:
+    app.command("capacity")(capacity)
+
+
+def capacity(
+    trace: Annotated[Path | None, typer.Argument(help="Trace file; without one, --prompt and --output.")] = None,
+    slo: Annotated[str, typer.Option(help="Objective, bounds in seconds.")] = "ttft_p99=2,tbt_p99=0.2",
+    attainment: Annotated[
+        float | None, typer.Option(help="Share of requests that have to meet the bounds by themselves, as 0.95.")
+    ] = None,
+    queue_delay: Annotated[
+        float | None, typer.Option(help="Most median scheduling delay in s; 2 by default if no bound limits queueing.")
+    ] = None,
+    policies: Annotated[str | None, typer.Option(help="Policies, separated by commas.")] = None,
+    chunk_sizes: Annotated[str | None, typer.Option(help="Chunk sizes, separated by commas.")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs, separated by commas.")] = None,
+    model: Annotated[str, typer.Option(help="Model.")] = "llama-3.1-8b",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel devices per stage.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
+    ] = None,
+    arrivals: Annotated[
+        str | None, typer.Option(help="own (the trace's gaps), poisson, gamma:CV or uniform; the search sets the rate.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt lengths, if there is no trace: fixed:1024, ...")] = None,
+    output: Annotated[str | None, typer.Option(help="Output lengths, if there is no trace: fixed:128, ...")] = None,
+    requests: Annotated[int, typer.Option(help="Requests of a draw.")] = 1000,
+    draws: Annotated[int, typer.Option(help="Draws of the workload; every setting sees the same.")] = 5,
+    tolerance: Annotated[float, typer.Option(help="Relative width to which a capacity is bracketed.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    smallest: Annotated[
+        bool, typer.Option("--smallest", help="Fewest replicas that serve the trace as it is, in place of a rate.")
+    ] = False,
+    price: Annotated[
+        str | None, typer.Option(help="Of a GPU-hour: `2.5 EUR`, or amount=2.5,currency=EUR,date=...,source=...")
+    ] = None,
+    price_book: Annotated[Path | None, typer.Option(help="TOML with [[price]] tables: docs/experiments.md.")] = None,
+    engine: EngineOption = "local",
+    workers: WorkersOption = None,
+    ray_address: RayAddressOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Highest rate within an objective, with its 95 % interval; or, with --smallest, the cluster that a trace needs."""
+    from experiments.capacity import Objective
+    from experiments.engines import make_engine
+    from experiments.prices import read_prices
+
+    prices = read_prices(price, price_book)
+    objective = Objective.of(slo, attainment, queue_delay)
+    axes = {
+        name: values
+        for name, values in (("policy", _list(policies)), ("chunk_size", _list(chunk_sizes, int)), ("gpu", _list(gpus)))
+        if values
+    }
+    base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    workload = _workload(trace, prompt, output)
+    chosen = make_engine(engine, workers=workers, ray_address=ray_address)
+    if smallest:
+        _smallest(workload, axes, base, objective, chosen, prices, as_json, arrivals)
+        return
+    from experiments.capacity_draws import draw_plan
+    from experiments.capacity_study import find_capacities
+    from experiments.progress import Progress
+
+    plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
+    with Progress("capacity", "searches", quiet=as_json) as progress:
+        study = find_capacities(
+            axes, base, plan, objective, count=draws, tolerance=tolerance, engine=chosen, report=progress
+        )
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready({**study.as_dict(), "prices": _priced(study, prices, base)}), indent=2))
+        return
+    _print_study(study, _priced(study, prices, base), plan)
+
+
+def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    say(f"highest rate with {study.objective.spoken()}")
+    console.print(_table(study))
+    measured = study.settings[0].measured
+    say(
+        f"{len(study.settings[0].rates)} draws of {plan['requests']} requests, arrivals {plan['arrivals']}, {measured} "
+        "of each measured in steady state; intervals: 95 % (Student's t over draws, brackets of "
+        f"{study.tolerance:.1%} added)"
+    )
+    for setting in study.settings:
+        if setting.error:
+            say(f"{setting.label}: {setting.error}")
+    for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
+        calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
+        say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")
+    for row in priced:
+        say(f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}")
+
+
+def _table(study: CapacityStudy) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in ("setting", "requests/s", "95 %", "to the first", "95 %", "limited by", "output tok/s"):
+        table.add_column(heading, justify="left" if heading in ("setting", "limited by") else "right", no_wrap=True)
+    table.add_column("GPU-s/request", justify="right", no_wrap=True)
+    table.add_column("GPU-s/M tokens out", justify="right", no_wrap=True)
+    for number, (setting, row) in enumerate(zip(study.settings, study.rows())):
+        if setting.error:
+            table.add_row(setting.label, "-", "", "", "", "cannot be run", "", "", "")
+            continue
+        interval = f"{row['requests_per_s_low']:.3g} to {row['requests_per_s_high']:.3g}"
+        ratio = (f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}") if number else ("", "")
+        table.add_row(
+            setting.label, f"{setting.rate:.3g}", interval, *ratio, setting.limited_by,
+            f"{setting.output_tokens_per_s:,.0f}", f"{setting.gpu_seconds_per_request:.3g}",
+            f"{setting.gpu_seconds_per_million_output_tokens:,.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _priced(study: CapacityStudy, prices: list[Price], base: dict[str, Any]) -> list[dict[str, str]]:
+    from experiments.prices import prices_for
+
+    rows = []
+    for setting in study.settings:
+        gpu = str(setting.values.get("gpu", base["gpu"]))
+        for price in prices_for(prices, gpu) if not setting.error else ():
+            spent = price.band(setting.gpu_seconds_per_million_output_tokens)
+            rows.append(
+                {
+                    "setting": setting.label,
+                    "per_million_output_tokens": spent,
+                    "per_thousand_requests": price.band(1000 * setting.gpu_seconds_per_request),
+                    "price": price.spoken(),
+                }
+            )
+    return rows
+
+
+def _smallest(
+    workload: dict[str, Any],
+    axes: dict[str, list[Any]],
+    base: dict[str, Any],
+    objective: Any,
+    engine: Engine,
+    prices: list[Price],
+    as_json: bool,
+    arrivals: str | None,
+) -> None:
+    from dataclasses import asdict
+
+    from experiments.capacity_study import combinations
+    from experiments.prices import prices_for
+
+    if "file" not in workload:
+        raise ExperimentError("--smallest: found no trace, expected the trace file that the cluster has to serve")
+    if arrivals is not None:
+        workload["arrivals"] = arrivals
+    found = combinations(axes, base)
+    tasks = {
+        number: {**task, "kind": "cluster_size", "trace": workload, "objective": asdict(objective)}
+        for number, (_, _, task) in enumerate(found)
+    }
+    try:
+        results = dict(engine.run(tasks))
+    finally:
+        engine.close()
+    rows = []
+    for number, (label, values, _) in enumerate(found):
+        done = results[number]
+        row: dict[str, Any] = {"setting": label, **values, "error": done["error"], **done["result"]}
+        if row.get("replicas"):
+            facts = row["tried"][str(row["replicas"])]
+            row |= {"devices": facts["devices"], "gpu_seconds": facts["devices"] * facts["duration_s"]}
+            row["prices"] = [
+                {"amount": price.band(row["gpu_seconds"]), "price": price.spoken()}
+                for price in prices_for(prices, str(values.get("gpu", base["gpu"])))
+            ]
+        rows.append(row)
+    if as_json:
+        print(json.dumps({"objective": asdict(objective), "settings": rows}, indent=2))
+        return
+    print(f"smallest cluster for the trace with {objective.spoken()}")
+    for row in rows:
+        print(f"{row['setting']}: {_spoken_size(row)}")
+        for price in row.get("prices", ()):
+            print(f"  {price['amount']} for the trace; {price['price']}")
+
+
+def _spoken_size(row: dict[str, Any]) -> str:
+    if row["error"]:
+        return f"cannot be run: {row['error']}"
+    if row["replicas"] is None:
+        most = row["tried"][max(row["tried"], key=int)]
+        return f"no number of replicas is enough: {most['tightest']} fails even with {max(row['tried'], key=int)}"
+    needed = row["replicas"]
+    at = row["tried"][str(needed)]
+    text = f"{_count(needed, 'replica')}, {_count(int(row['devices']), 'GPU')}, {row['gpu_seconds']:,.0f} GPU-seconds"
+    text += f"; tightest {at['tightest']} at {max(at['tightness'].values()):.0%} of its bound"
+    if needed > 1:
+        below = row["tried"][str(needed - 1)]
+        text += f", with {needed - 1}: {below['tightest']} at {max(below['tightness'].values()):.0%}"
+    return text + f" (costs: {at['cost_model']}{'' if at['calibrated'] else ', uncalibrated'})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _workload(trace: Path | None, prompt: str | None, output: str | None) -> dict[str, Any]:
+    if trace is not None:
+        if prompt or output:
+            raise ExperimentError("--prompt, --output: found beside a trace, expected either a trace or both of them")
+        return {"file": str(trace)}
+    if not prompt or not output:
+        raise ExperimentError("found no trace: name a trace file, or give --prompt and --output, as fixed:1024")
+    return {"prompt": prompt, "output": output}
+
+
+def _list(text: str | None, kind: type = str) -> list[Any]:
+    try:
+        return [kind(part.strip()) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ExperimentError(f"found {text!r}, expected whole numbers separated by commas") from None
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    """`max_num_seqs=64` as a setting; values that read as JSON are taken as such, others as text."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ExperimentError(f"--set: found {pair!r}, expected name=value")
+        try:
+            found[name.strip().replace("-", "_")] = json.loads(value)
+        except ValueError:
+            found[name.strip().replace("-", "_")] = value
+    return found

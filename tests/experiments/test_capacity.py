@@ -1,0 +1,188 @@
+"""Capacity searches: against closed forms, with common random numbers, and what they do at the edges."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.capacity import Objective, Probe, find_rate, search_draw
+from experiments.capacity_draws import draw_of, draw_plan
+from experiments.capacity_study import find_capacities
+from experiments.cluster_size import run_task as smallest_cluster
+from experiments.errors import ExperimentError
+from experiments.prices import Price, prices_for, read_prices
+from metrics import MetricsError
+from simulator import ReplayConfig
+from simulator.seeds import Spread
+from tests.simulator.constant_cost import ConstantCost
+
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = {"prompt": "uniform:200,1500", "output": "uniform:20,120"}
+BASE = {"model": "llama-3.1-8b", "gpu": "a100", "cost_model": "roofline"}
+
+
+def step_at(limit: float) -> Callable[[float], Probe]:
+    return lambda rate: Probe(rate, {"x": rate / limit})
+
+
+@pytest.mark.parametrize("guess", [0.01, 3.0, 7.0, 900.0])
+def test_a_search_brackets_the_limit_from_any_guess(guess: float) -> None:
+    found = find_rate(step_at(7.0), guess, tolerance=0.01)
+    assert found.low <= 7.0 < found.high
+    assert found.high / found.low <= 1.01
+
+
+def test_what_never_holds_has_a_capacity_of_nothing_and_what_always_holds_is_an_error() -> None:
+    assert find_rate(lambda rate: Probe(rate, {"x": 2.0}), 5.0, least=0.01).low == 0.0
+    with pytest.raises(ExperimentError, match="depend on the rate"):
+        find_rate(lambda rate: Probe(rate, {"x": 0.5}), 5.0)
+
+
+SERVICE_S = 0.1
+
+
+def md1_wait_within(t: float, load: float) -> float:
+    """P(W <= t) of the M/D/1 queue with service time SERVICE_S (Erlang 1909)."""
+    rate = load / SERVICE_S
+    terms = ((rate * (k * SERVICE_S - t), k) for k in range(int(t / SERVICE_S) + 1))
+    return (1 - load) * sum(x**k / math.factorial(k) * math.exp(-x) for x, k in terms)
+
+
+def md1_rate_with_p90_wait(t: float) -> float:
+    low, high = 0.01, 0.999
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if md1_wait_within(t, middle) > 0.9 else (low, middle)
+    return low / SERVICE_S
+
+
+@pytest.mark.parametrize(
+    ("slo", "known"),
+    [
+        # W = rho D / (2 (1 - rho)), so a mean wait of 2 D means a load of 4/5.
+        ("ttft_mean=0.3", 0.8 / SERVICE_S),
+        ("ttft_p90=0.5", md1_rate_with_p90_wait(0.4)),
+    ],
+)
+def test_the_capacity_of_an_md1_queue_lies_within_the_stated_interval(slo: str, known: float) -> None:
+    config = ReplayConfig(max_num_seqs=1, num_blocks=1000)
+    cost = ConstantCost(round(SERVICE_S * 1e9))
+    draws = draw_plan(
+        {"prompt": "fixed:16", "output": "fixed:1"}, arrivals="poisson", requests=1000, draws=4, seed=3
+    )  # fmt: skip
+    task = {"draws": draws, "objective": asdict(Objective.of(slo)), "tolerance": 0.01}
+    found = [search_draw({**task, "draw": number, "guess": 7.0}, config, cost) for number in range(4)]
+    spread = Spread.of([row["rate"] for row in found])
+    bracket = max(row["high"] - row["low"] for row in found) / 2
+    assert abs(spread.mean - known) <= spread.half_width + bracket
+    assert spread.half_width < 0.1 * known
+
+
+def test_settings_are_compared_on_the_same_draws() -> None:
+    draws = draw_plan(GENERATED, arrivals="poisson", requests=150, draws=3, seed=0)
+    axes = {"policy": ["chunked", "chunked", "prefill_priority"]}
+    study = find_capacities(axes, BASE, draws, Objective.of("ttft_p90=1,tbt_p99=0.05"), count=3, tolerance=0.05)
+    chunked, prefill = study.settings
+    assert chunked.rate > prefill.rate
+    assert prefill.limited_by == "tbt_p99"
+    ratio, low, high = prefill.ratio_to(chunked)
+    assert low <= ratio <= high < 1
+    assert chunked.ratio_to(chunked) == (1.0, 1.0, 1.0)
+    assert study.rows()[0]["gpu_seconds_per_request"] == pytest.approx(1 / chunked.rate)
+    again = find_capacities(axes, BASE, draws, study.objective, count=3, tolerance=0.05)
+    assert again.rows() == study.rows()
+
+
+def test_draws_are_pieces_of_a_long_trace_and_resampled_from_a_short_one() -> None:
+    file = str(ROOT / "examples/trace.csv")
+    long = draw_plan({"file": file}, arrivals=None, requests=500, draws=3, seed=0)
+    first, second = draw_of(long, 0), draw_of(long, 1)
+    assert long["arrivals"] == "own"
+    assert len(first) == len(second) == 500
+    assert second.arrival_ns[0] == 0
+    assert not (first.prompt_tokens == second.prompt_tokens).all()
+    short = draw_plan({"file": file, "first": [0, 200]}, arrivals=None, requests=500, draws=3, seed=0)
+    assert short["arrivals"] == "poisson:1"
+    assert len(draw_of(short, 2)) == 500
+    assert draw_of(short, 2).same_requests(draw_of(short, 2))
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "message"),
+    [("own", "too few for 5 pieces"), ("often", "expected own, poisson, uniform or gamma:CV")],
+)
+def test_draws_that_cannot_be_made_are_one_clear_line(arrivals: str, message: str) -> None:
+    workload = {"file": str(ROOT / "examples/trace.csv"), "first": [0, 200]}
+    with pytest.raises(ExperimentError, match=message):
+        draw_plan(workload, arrivals=arrivals, requests=1000, draws=5, seed=0)
+
+
+def test_an_objective_on_gaps_alone_gets_a_rule_for_the_queue() -> None:
+    assert Objective.of("tbt_p99=0.2").queue_delay_s == 2.0
+    assert Objective.of("tbt_p99=0.2,ttft_p50=9").queue_delay_s is None
+    assert "95% of requests meet" in Objective.of("e2e_p50=1", 0.95).spoken()
+    with pytest.raises(ExperimentError, match="--attainment"):
+        Objective.of("ttft_p99=1", 1.5)
+    with pytest.raises(MetricsError):
+        Objective.of("ttft=1")
+
+
+def test_the_smallest_cluster_meets_the_objective_and_one_replica_less_does_not() -> None:
+    trace = {"requests": 150, "arrivals": "poisson:40", **GENERATED}
+    objective = asdict(Objective.of("ttft_p90=0.6,tbt_p99=0.06"))
+    task: dict[str, Any] = {"trace": trace, "config": {**BASE, "knobs": {}}, "objective": objective}
+    found = smallest_cluster(task)
+    replicas = found["replicas"]
+    assert replicas > 1
+    assert found["tried"][str(replicas)]["holds"]
+    assert not found["tried"][str(replicas - 1)]["holds"]
+    never = smallest_cluster({**task, "objective": asdict(Objective.of("tbt_p50=0.000001"))})
+    assert never["replicas"] is None
+
+
+def test_a_price_is_spoken_with_its_date_and_source_and_a_band(tmp_path: Path) -> None:
+    book = tmp_path / "prices.toml"
+    book.write_text(
+        '[[price]]\ngpu = "h100"\namount = 3.6\ncurrency = "EUR"\nper = "GPU-hour"\nprovider = "Somebody"\n'
+        'region = "eu"\ncommitment = "none"\ndate = 2026-01-31\nsource = "a quote"\n'
+    )
+    (price,) = read_prices(None, book)
+    assert price.band(1000) == "1.00 EUR (0.70 to 1.30)"
+    assert price.spoken() == "3.6 EUR per GPU-hour (Somebody, eu, none), 2026-01-31, source: a quote"
+    assert prices_for([price], "a100") == []
+    assert read_prices("2 USD", None) == [Price(2.0, "USD", source="given as --price")]
+    for text, message in [
+        ("cheap", "key=value"),
+        ("amount=-1,currency=EUR", "amount: found -1"),
+        ("amount=1", "no currency"),
+    ]:
+        with pytest.raises(ExperimentError, match=message):
+            read_prices(text, None)
+    book.write_text('[[price]]\ngpu = "h100"\namount = 3.6\ncurrency = "EUR"\n')
+    with pytest.raises(ExperimentError, match="found no date"):
+        read_prices(None, book)
+
+
+def test_the_command_prints_a_capacity_with_its_interval_and_money_only_when_asked() -> None:
+    command = [
+        sys.executable, "-m", "experiments", "capacity", "--prompt", "fixed:500", "--output", "fixed:30", "--gpus", "a100",
+        "--requests", "100", "--draws", "2", "--tolerance", "0.1", "--workers", "0", "--set", "cost_model=roofline",
+    ]  # fmt: skip
+    plain = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "requests/s" in plain
+    assert "uncalibrated" in plain
+    assert "USD" not in plain
+    priced = subprocess.run(
+        [*command, "--price", "2 USD", "--json"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    content = json.loads(priced)
+    assert content["settings"][0]["requests_per_s"] > 1
+    assert "per GPU-hour" in content["prices"][0]["price"]
