@@ -139,7 +139,24 @@ class LiveSide:
             )
         return take_probe(self._rig, points, fit, when, began)
 
-    def ceilings(self) -> Any:
+    def ceilings(self) -> tuple[Any, str]:
+        """What the device can do at most (`executor.ceilings`), and the same as a hardware table."""
         from executor.ceilings import measure_ceilings
+        from executor.live import free_memory_bytes
 
-        return measure_ceilings(self.loaded.device, self.loaded.dtype)
+        found = measure_ceilings(self.loaded.device, self.loaded.dtype)
+        return found, hardware_table(found, free_memory_bytes(self.loaded.device))
+
+
+def hardware_table(ceilings: Any, memory_bytes: int) -> str:
+    """Measured ceilings as a hardware table that `--gpu FILE.toml` reads."""
+    return (
+        f'title = "{ceilings.device}"\n'
+        f"peak_flops = {{ {ceilings.dtype} = {ceilings.matrix_flops:.4g} }}\n"
+        f"memory_bytes = {memory_bytes}\n"
+        f"memory_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
+        "sms = 1\n"
+        'link = "none"\n'
+        f"link_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
+        'source = "measured here: a copy and a matrix product"\n'
+    )

@@ -286,8 +286,8 @@ class Validation:
         """What the device can do at best: a hardware table, so that shares of its peak can be told."""
         file = self.out / "ceilings.json"
         if not file.exists():
-            found = self.live_side.ceilings()
-            (self.out / "device.toml").write_text(found.toml(), encoding="utf-8")
+            found, table = self.live_side.ceilings()
+            (self.out / "device.toml").write_text(table, encoding="utf-8")
             _write(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
 
     def _at(self, capacity: float, load: float) -> Trace:
