@@ -53,6 +53,7 @@ class Sizes:
             "tile_position": self.tiles,
             "tile_chunk": self.tiles,
             "chunk_start": self.chunks + 1,
+            "context_start": self.chunks + 1,
             "chunk_length": self.chunks,
             "decode_tables": self.decodes * self.blocks,
             "chunk_tables": self.chunks * self.blocks,
@@ -137,10 +138,11 @@ def pack(step: Step, sizes: Sizes) -> Ints:
         columns = np.array(tiles, np.int32).T
         for name, column in zip(("tile_row", "tile_count", "tile_position", "tile_chunk"), columns):
             part[name][: len(tiles)] = column
-    starts = part["chunk_start"]
-    starts[1 : chunks + 1] = np.cumsum(step.chunk_tokens)
-    starts[chunks + 1 :] = useful
-    part["chunk_length"][:chunks] = step.chunk_prefix + step.chunk_tokens
+    lengths = step.chunk_prefix + step.chunk_tokens
+    for name, counts in (("chunk_start", step.chunk_tokens), ("context_start", lengths)):
+        part[name][1 : chunks + 1] = np.cumsum(counts)
+        part[name][chunks + 1 :] = counts.sum()
+    part["chunk_length"][:chunks] = lengths
     width = min(sizes.blocks, step.tables.shape[1])
     for name, rows in (("decode_tables", step.decode_table), ("chunk_tables", step.chunk_table)):
         if len(rows):
@@ -153,8 +155,9 @@ class DeviceArrays:
 
     positions, slots [rows]; sampled [sampled]: rows whose logits are wanted; decode_length [decodes]: tokens seen,
     the row's own included, 0 for padding; tile_row, tile_count, tile_position, tile_chunk [tiles]: a query tile's
-    first row, number of rows, first position and chunk; chunk_start [chunks + 1], chunk_length [chunks]: rows and
-    context of each chunk; decode_tables [decodes, blocks], chunk_tables [chunks, blocks].
+    first row, number of rows, first position and chunk; chunk_start, context_start [chunks + 1]: running sums of the
+    chunks' rows and contexts; chunk_length [chunks]: contexts; decode_tables [decodes, blocks], chunk_tables [chunks,
+    blocks].
     most_query, most_context: largest chunk and longest context that a launch has to provide for.
     """
 
@@ -166,7 +169,8 @@ class DeviceArrays:
         self.decode_length = parts["decode_length"]
         self.tile_row, self.tile_count = parts["tile_row"], parts["tile_count"]
         self.tile_position, self.tile_chunk = parts["tile_position"], parts["tile_chunk"]
-        self.chunk_start, self.chunk_length = parts["chunk_start"], parts["chunk_length"]
+        self.chunk_start, self.context_start = parts["chunk_start"], parts["context_start"]
+        self.chunk_length = parts["chunk_length"]
         self.decode_tables = parts["decode_tables"].view(sizes.decodes, sizes.blocks)
         self.chunk_tables = parts["chunk_tables"].view(sizes.chunks, sizes.blocks)
 

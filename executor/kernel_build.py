@@ -51,15 +51,17 @@ def build_all(capability: int = 90) -> list[Built]:
         ordered = {name: types[name] for name in kernel.arg_names}
         # As a launch would find them: pointers and strides are multiples of 16.
         aligned = [
-            (at,) for at, (name, kind) in enumerate(ordered.items()) if kind.startswith("*") or name.startswith("stride")
+            (at,)
+            for at, (name, kind) in enumerate(ordered.items())
+            if kind.startswith("*") or name.startswith("stride")
         ]
-        source = ASTSource(
-            fn=kernel, signature=ordered, constexprs=dict(constants), attrs=dict.fromkeys(aligned, [["tt.divisibility", 16]])
-        )
+        attributes = dict.fromkeys(aligned, [["tt.divisibility", 16]])
+        source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constants), attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
         most = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
         if compiled.metadata.shared > most:
-            raise ExecutorError(f"{kernel.__name__} {label}: {compiled.metadata.shared} bytes of shared memory, at most {most}")
+            found = f"{compiled.metadata.shared} bytes of shared memory"
+            raise ExecutorError(f"{kernel.__name__} {label}: found {found}, expected at most {most}")
         built.append(Built(kernel.__name__, label, compiled.metadata.shared, compiled.asm["ptx"].count("\n")))
     return built
 
@@ -67,18 +69,22 @@ def build_all(capability: int = 90) -> list[Built]:
 def variants() -> Iterator[Variant]:
     """The launches that are compiled."""
     yield from _attention_variants()
+    yield from _fused_variants()
 
 
 def _attention_variants() -> Iterator[Variant]:
     from executor.triton_kernels.paged_attention import chunk_attention, decode_attention, merge_splits
 
-    strides = dict.fromkeys(("stride_q", "stride_out", "stride_block", "stride_head", "stride_slot", "stride_table"), "i32")
+    strides = dict.fromkeys(
+        ("stride_q", "stride_out", "stride_block", "stride_head", "stride_slot", "stride_table"), "i32"
+    )
     work = dict.fromkeys(("tile_row_ptr", "tile_count_ptr", "tile_position_ptr", "tile_chunk_ptr"), "*i32")
     for kind, precision in (("bf16", "tf32"), ("fp32", "ieee")):
         tensors = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), f"*{kind}")
         common = {**tensors, "tables_ptr": "*i32", "log2_scale": "fp32", **strides}
         constants = {
-            "SHARE": 4, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "D": 128, "WINDOW": 0, "WIDEN": False, "PRECISION": precision,
+            "SHARE": 4, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "D": 128, "WINDOW": 0, "WIDEN": False,
+            "PRECISION": precision,
         }  # fmt: skip
         half = kind == "bf16"
         yield Variant(
@@ -98,6 +104,32 @@ def _attention_variants() -> Iterator[Variant]:
          "stride_out": "i32"},
         {"HEADS": 32, "HEAD_DIM": 128, "D": 128, "SPLITS": 8, "S": 8}, {"num_warps": 4},
     )  # fmt: skip
+
+
+def _fused_variants() -> Iterator[Variant]:
+    from executor.triton_kernels.fused import rms_norm_rows, rotate_and_store_rows, silu_mul_rows
+
+    for added in (False, True):
+        yield Variant(
+            rms_norm_rows, "residual" if added else "bf16",
+            {**dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+             **dict.fromkeys(("stride_x", "stride_added", "stride_out"), "i32"), "eps": "fp32"},
+            {"COLUMNS": 4096, "C": 4096, "ADD": added}, {"num_warps": 8},
+        )  # fmt: skip
+    yield Variant(
+        silu_mul_rows, "bf16",
+        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "stride_in": "i32", "stride_out": "i32"},
+        {"COLUMNS": 14336, "C": 2048}, {"num_warps": 4},
+    )  # fmt: skip
+    tensors = ("qkv_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "keys_ptr", "values_ptr")
+    for normed in (False, True):
+        yield Variant(
+            rotate_and_store_rows, "q/k norm" if normed else "bf16",
+            {**dict.fromkeys(tensors, "*bf16"), "positions_ptr": "*i32", "slots_ptr": "*i64",
+             **dict.fromkeys(("stride_row", "stride_block", "stride_head", "stride_slot"), "i32"), "eps": "fp32"},
+            {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "D": 128, "HALF": 64, "BLOCK_SIZE": 16, "NORMED": normed},
+            {"num_warps": 1},
+        )  # fmt: skip
 
 
 def main() -> None:
