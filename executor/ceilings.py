@@ -47,17 +47,8 @@ def measure_ceilings(
     cuda = device.type == "cuda"
     copied = copied_bytes or (2 << 30 if cuda else 128 << 20)
     size = matrix_size or (8192 if cuda else 1024)
-    source = torch.ones(copied, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copies = time_calls(lambda: target.copy_(source), device, repeats)
-    del source, target
-    generator = torch.Generator(device).manual_seed(0)
-    # Random numbers: products of zeros draw less power and run faster than any real one.
-    left, right = (
-        torch.randn(size, size, generator=generator, device=device).mul_(0.02).to(dtype) for _ in range(2)
-    )
-    out = torch.empty(size, size, dtype=dtype, device=device)
-    products = time_calls(lambda: torch.mm(left, right, out=out), device, repeats)
+    copies = _time_copies(device, copied, repeats)
+    products = _time_products(device, dtype, size, repeats)
     return Ceilings(
         torch.cuda.get_device_name(device) if cuda else f"cpu, {torch.get_num_threads()} threads",
         str(dtype).removeprefix("torch."),
@@ -67,6 +58,20 @@ def measure_ceilings(
         size,
         max((max(times) - min(times)) / median(times) for times in (copies, products)),
     )
+
+
+def _time_copies(device: torch.device, copied_bytes: int, repeats: int) -> list[float]:
+    source = torch.ones(copied_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return time_calls(lambda: target.copy_(source), device, repeats)
+
+
+def _time_products(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> list[float]:
+    # Random numbers: products of zeros draw less power and run faster than any real one.
+    draw = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=draw, device=device).mul_(0.02).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+    return time_calls(lambda: torch.mm(left, right, out=out), device, repeats)
 
 
 def time_calls(call: Any, device: torch.device, repeats: int, warm: int = 2) -> list[float]:

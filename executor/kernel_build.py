@@ -55,7 +55,7 @@ def build_all(capability: int = 90) -> list[Built]:
             for at, (name, kind) in enumerate(ordered.items())
             if kind.startswith("*") or name.startswith("stride")
         ]
-        attributes = dict.fromkeys(aligned, [["tt.divisibility", 16]])
+        attributes = {at: [["tt.divisibility", 16]] for at in aligned}
         source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constants), attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
         most = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))

@@ -119,7 +119,9 @@ def check_kernels(name: str, device: torch.device, dtype: torch.dtype) -> list[C
     except ExecutorError as error:
         return [Check(name, "", _name(dtype), float("nan"), TOLERANCE[dtype], False, str(error), 0.0)]
     plain = PlainKernels(device, torch.float64)
-    return [_check(name, case, dtype, lambda test=test: test(ours, plain, device, dtype)) for case, test in _SMALL.items()]
+    return [
+        _check(name, case, dtype, lambda test=test: test(ours, plain, device, dtype)) for case, test in _SMALL.items()
+    ]
 
 
 def _check(kernel: str, case: str, dtype: torch.dtype, run: Callable[[], float]) -> Check:

@@ -148,7 +148,8 @@ class FlashAttention(AttentionBackend):
         def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             result = flash_attn_varlen_func(
                 q, k, v, cu_seqlens_q=arrays.chunk_start, seqused_k=arrays.chunk_length,
-                page_table=arrays.chunk_tables, max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context, **same,
+                page_table=arrays.chunk_tables, max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context,
+                **same,
             )  # fmt: skip
             return result[0] if isinstance(result, tuple) else result
 
