@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from simulator import cluster_options
+from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 
@@ -129,6 +129,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "num_blocks": (NumBlocks, None),
     "gpu_memory_utilization": (Utilization, None),
     "watermark": (Watermark, None),
+    **memory_options.FLAGS,
     "pp": (PP, 1),
     "layer_split": (LayerSplit, None),
     "pp_overlap": (PPOverlap, True),
