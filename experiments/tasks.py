@@ -19,6 +19,7 @@ KINDS = {
     "point": "experiments.sweep_point:run_point",
     "capacity": "experiments.capacity:run_task",
     "cluster_size": "experiments.cluster_size:run_task",
+    "experiment": "experiments.figure_files:run_task",
 }
 """What a task's `kind` may be, and who does it."""
 
