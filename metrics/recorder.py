@@ -143,23 +143,65 @@ class Recorder:
         planned_ns: when each was planned; host_before_ns before it starts unless given.
         stages_ns: [k, stages, 3] of (start, end, send); one stage busy for device_ns_each unless given.
         """
+        self._leap(
+            replica, first_number, shape, 0, running, waiting, host_before_ns, host_after_ns,
+            (
+                self._rows, len(starts_ns), cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
+                device_ns_each, inside, stages_ns,
+            ),
+        )  # fmt: skip
+
+    def back_to_back(
+        self,
+        replica: int,
+        first_number: int,
+        shape: BatchShape,
+        planned_ns: Ns,
+        ends_ns: Sequence[Ns],
+        cohort: int,
+        first_step: int,
+        running: int,
+        waiting: int,
+        free_blocks_each: Sequence[int],
+        host_before_ns: Ns,
+        host_after_ns: Ns,
+        inside: Sequence[bool] | bool,
+    ) -> None:
+        """A `leap` on one stage; each iteration is planned when the one before it ends, the first at planned_ns.
+
+        Whatever is not host time is device time, so the ends say it all.
+        """
+        self._leap(
+            replica, first_number, shape, planned_ns, running, waiting, host_before_ns, host_after_ns,
+            (
+                self._rows, len(ends_ns), cohort, first_step, None, ends_ns, None, free_blocks_each, None, inside,
+                None,
+            ),
+        )  # fmt: skip
+
+    def _leap(
+        self,
+        replica: int,
+        first_number: int,
+        shape: BatchShape,
+        planned_ns: Ns,
+        running: int,
+        waiting: int,
+        host_before_ns: Ns,
+        host_after_ns: Ns,
+        leap: tuple[Any, ...],
+    ) -> None:
         no_chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
         if no_chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
-        steps = len(starts_ns)
         self._leap_numbers.extend(
             (
-                replica, first_number, 0, 0, 0, decodes, context_total, context_max, dummy_tokens, sampled,
+                replica, first_number, planned_ns, 0, 0, decodes, context_total, context_max, dummy_tokens, sampled,
                 executed_rows, 0, running, waiting, 0, 0, host_before_ns, host_after_ns, 0, 0,
             )
         )  # fmt: skip
-        self._leaps.append(
-            (
-                self._rows, steps, cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
-                device_ns_each, inside, stages_ns,
-            )
-        )  # fmt: skip
-        self._leapt += steps
+        self._leaps.append(leap)
+        self._leapt += leap[1]
         if self._leapt >= self._part_rows:
             self._flush_iterations()
 

@@ -94,6 +94,9 @@ class BlockLedger:
             assert table is not None
             self._append(track, table)
 
+    def take(self, blocks: int) -> None:
+        raise PolicyError("a ledger by block id gives blocks to requests, one by one")
+
     def computed(self, track: Track, tokens: int) -> None:
         if self.prefix_caching:
             self._name_full_blocks(track, tokens)

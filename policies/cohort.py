@@ -6,11 +6,15 @@ context total, one append to the list of times, and the blocks of those few memb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from heapq import heappop, heappush
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 from policies.request import Ns
 from policies.track import Track
+
+if TYPE_CHECKING:
+    from policies.ledger import KVLedger
 
 
 class Cohort:
@@ -20,14 +24,15 @@ class Cohort:
         steps are in flight.
     context_total / context_max: contexts before the next step, that is without the token about to be decoded.
     growth: KV blocks that the next step needs. peak: the most members it ever had.
+    longest_base: the base of the member with the longest context.
 
     A member's context is `track.base + planned`. It joins at step `segment_start`: times[segment_start] is the time of
     the token that its last chunk sampled (or, after a merge, of its first token decoded here).
     """
 
     __slots__ = (
-        "_deepest", "_end_steps", "_ends_at", "_grows_at", "_members", "_unsorted", "block_size", "closing",
-        "context_total", "lost", "number", "peak", "planned", "size", "times",
+        "_by_base", "_end_steps", "_ends_at", "_growing", "_grows_later", "_growth", "_members", "_unsorted",
+        "block_size", "closing", "context_total", "longest_base", "lost", "number", "peak", "planned", "size", "times",
     )  # fmt: skip
 
     def __init__(self, number: int, block_size: int) -> None:
@@ -40,11 +45,16 @@ class Cohort:
         self.context_total = 0
         self._members: dict[Track, None] = {}
         self._unsorted = False
-        # Keyed by step: who needs a block when that step is planned, and whose last token that step delivers.
-        self._grows_at: dict[int, dict[Track, None]] = {}
+        # A member needs a block every block_size steps, always at the same remainder: who, by remainder, and how many.
+        self._growing: dict[int, dict[Track, None]] = {}
+        self._growth = [0] * block_size
+        # Members who hold blocks for more than block_size further steps, by the step at which they need their first.
+        self._grows_later: dict[int, dict[Track, None]] = {}
+        # Whose last token a step delivers, and these steps as a heap.
         self._ends_at: dict[int, dict[Track, None]] = {}
         self._end_steps: list[int] = []
-        self._deepest: list[tuple[int, int, Track]] = []
+        self._by_base: list[tuple[int, int, Track]] = []
+        self.longest_base = 0
         # Tokens of steps in flight that nobody will receive any more (their owner was preempted or withdrawn).
         self.lost: dict[int, int] = {}
         # Members that left when their declared limit was planned, waiting for that last token to arrive.
@@ -60,20 +70,13 @@ class Cohort:
 
     @property
     def growth(self) -> int:
-        growing = self._grows_at.get(self.planned)
-        return len(growing) if growing else 0
+        if self._grows_later:
+            self._ripen(self.planned)
+        return self._growth[self.planned % self.block_size]
 
     @property
     def context_max(self) -> int:
-        heap = self._deepest
-        members = self._members
-        while heap:
-            negative_base, _, track = heap[0]
-            # A victim may have rejoined this very cohort with another base: the base has to agree too.
-            if track in members and track.base == -negative_base:
-                return self.planned - negative_base
-            heappop(heap)
-        return 0
+        return self.planned + self.longest_base if self.size else 0
 
     def members(self) -> Iterator[Track]:
         """Members in admission order; O(size), for a policy that asks."""
@@ -115,8 +118,16 @@ class Cohort:
         if self.size > self.peak:
             self.peak = self.size
         self.context_total += context
-        heappush(self._deepest, (-base, track.order, track))
-        self._grows_at.setdefault(track.blocks * self.block_size - base, {})[track] = None
+        if base > self.longest_base or self.size == 1:
+            self.longest_base = base
+        by_base = self._by_base
+        if len(by_base) > 64 + 4 * self.size:
+            # Mostly members that have left.
+            by_base[:] = [(-member.base, member.order, member) for member in members]
+            heapify(by_base)
+        else:
+            heappush(by_base, (-base, track.order, track))
+        self._grow_from(track.blocks * self.block_size - base, {track: None})
         end = segment_start + track.ends_after - track.produced
         ending = self._ends_at.get(end)
         if ending is None:
@@ -131,14 +142,12 @@ class Cohort:
         Tokens of its steps in flight are lost, unless `deliver` says that they will still reach it.
         """
         planned = self.planned
-        context = track.base + planned
-        block_size = self.block_size
-        held = max(track.blocks, -(-context // block_size))
-        grows = held * block_size - track.base
-        growing = self._grows_at[grows]
-        del growing[track]
-        if not growing:
-            del self._grows_at[grows]
+        base = track.base
+        context = base + planned
+        held = -(-context // self.block_size)
+        if held < track.blocks:
+            held = track.blocks
+        self._grow_no_more(track, track.blocks * self.block_size - base)
         end = track.segment_start + track.ends_after - track.produced
         ending = self._ends_at.get(end)
         if ending is not None and track in ending:
@@ -148,6 +157,8 @@ class Cohort:
         del self._members[track]
         self.size -= 1
         self.context_total -= context
+        if base == self.longest_base and self.size:
+            self._find_longest()
         track.cohort = None
         track.own_context = context
         track.blocks = held
@@ -165,37 +176,43 @@ class Cohort:
 
     # Steps
 
-    def advance(self) -> dict[Track, None] | None:
-        """Plan one step; returns the members that need a block for it."""
+    def plan_step(self, ledger: KVLedger) -> bool:
+        """Plan one step and take the blocks that it needs; False, and nothing has changed, if these are short."""
         step = self.planned
-        growing = self._grows_at.pop(step, None)
-        if growing:
-            later = self._grows_at.get(step + self.block_size)
-            if later is None:
-                self._grows_at[step + self.block_size] = growing
-            else:
-                later.update(growing)
+        if self._grows_later:
+            self._ripen(step)
+        remainder = step % self.block_size
+        growth = self._growth[remainder]
+        if growth:
+            if growth > ledger.free_blocks:
+                return False
+            ledger.grow(self._growing[remainder])
         self.planned = step + 1
         self.context_total += self.size
-        return growing
+        return True
 
-    def advance_by(self, steps: int, grow: Callable[[Collection[Track]], None]) -> list[int]:
-        """Plan `steps` steps at once; `grow` gets the members that need a block. Returns the blocks each step took."""
-        grows_at, block_size = self._grows_at, self.block_size
-        taken = []
-        for step in range(self.planned, self.planned + steps):
-            growing = grows_at.pop(step, None)
-            if growing:
-                later = grows_at.get(step + block_size)
-                if later is None:
-                    grows_at[step + block_size] = growing
-                else:
-                    later.update(growing)
-                grow(growing)
-                taken.append(len(growing))
-            else:
-                taken.append(0)
-        self.planned += steps
+    def plan_steps(self, steps: int, ledger: KVLedger) -> list[int]:
+        """Plan `steps` steps at once, for which there have to be blocks; returns the blocks that each of them took."""
+        first = self.planned
+        growth, block_size = self._growth, self.block_size
+        if ledger.by_id or self._grows_later:
+            taken = []
+            for step in range(first, first + steps):
+                if self._grows_later:
+                    self._ripen(step)
+                remainder = step % block_size
+                taken.append(growth[remainder])
+                if growth[remainder]:
+                    ledger.grow(self._growing[remainder])
+        else:
+            # Numbers alone: the same growth again and again, from this step's remainder on.
+            remainder = first % block_size
+            taken = growth[remainder : remainder + steps]
+            if len(taken) < steps:
+                taken += growth * ((steps - len(taken)) // block_size + 1)
+                del taken[steps:]
+            ledger.take(sum(taken))
+        self.planned = first + steps
         self.context_total += steps * self.size
         return taken
 
@@ -203,7 +220,13 @@ class Cohort:
         """The oldest step in flight is done; returns whether it delivered somebody's last token."""
         times = self.times
         times.append(now_ns)
-        return len(times) in self._ends_at
+        done = len(times)
+        if done not in self._ends_at:
+            return False
+        ends = self._end_steps
+        while ends and ends[0] <= done:
+            heappop(ends)
+        return True
 
     def ending(self) -> list[Track]:
         """Members whose last token the latest completed step delivered, in admission order; they have to leave."""
@@ -227,15 +250,65 @@ class Cohort:
 
     def steps_within(self, free_blocks: int, most: int) -> int:
         """How many further steps, at most `most`, can be planned with `free_blocks` blocks."""
-        size, block_size, grows_at = self.size, self.block_size, self._grows_at
-        if free_blocks >= size * (most // block_size + 1):
+        block_size, growth = self.block_size, self._growth
+        if free_blocks >= self.size * (most // block_size + 1):
             return most
-        regrown: dict[int, int] = {}
+        later = {step: len(tracks) for step, tracks in self._grows_later.items()}
+        growth = growth[:]
         for step in range(self.planned, self.planned + most):
-            growth = len(grows_at.get(step, ())) + regrown.pop(step, 0)
-            if growth > free_blocks:
+            remainder = step % block_size
+            if step in later:
+                growth[remainder] += later[step]
+            if growth[remainder] > free_blocks:
                 return step - self.planned
-            free_blocks -= growth
-            if growth:
-                regrown[step + block_size] = growth
+            free_blocks -= growth[remainder]
         return most
+
+    # Who needs blocks when, and whose context is the longest
+
+    def _grow_from(self, step: int, tracks: dict[Track, None]) -> None:
+        """Members who need a block at `step` and every block_size steps from then on."""
+        if step >= self.planned + self.block_size:
+            waiting = self._grows_later.get(step)
+            if waiting is None:
+                self._grows_later[step] = tracks
+            else:
+                waiting.update(tracks)
+        else:
+            self._grow_regularly(step, tracks)
+
+    def _grow_regularly(self, step: int, tracks: dict[Track, None]) -> None:
+        remainder = step % self.block_size
+        growing = self._growing.get(remainder)
+        if growing:
+            growing.update(tracks)
+        else:
+            self._growing[remainder] = tracks
+        self._growth[remainder] += len(tracks)
+
+    def _grow_no_more(self, track: Track, step: int) -> None:
+        waiting = self._grows_later.get(step)
+        if waiting is not None and track in waiting:
+            del waiting[track]
+            if not waiting:
+                del self._grows_later[step]
+            return
+        remainder = step % self.block_size
+        del self._growing[remainder][track]
+        self._growth[remainder] -= 1
+
+    def _ripen(self, step: int) -> None:
+        """Those who need their first block at `step` need one every block_size steps from now on."""
+        tracks = self._grows_later.pop(step, None)
+        if tracks:
+            self._grow_regularly(step, tracks)
+
+    def _find_longest(self) -> None:
+        heap, members = self._by_base, self._members
+        while True:
+            negative_base, _, track = heap[0]
+            # A victim may have rejoined this very cohort with another base: the base has to agree too.
+            if track in members and track.base == -negative_base:
+                self.longest_base = -negative_base
+                return
+            heappop(heap)

@@ -71,13 +71,9 @@ class Draft:
             scheduler.split(cohort, most)
             size = cohort.size
         ledger = scheduler.ledger
-        growth = cohort.growth
-        if growth and growth > ledger.free_blocks:
+        total, deepest = cohort.context_total, step + cohort.longest_base
+        if not cohort.plan_step(ledger):
             return 0
-        total, deepest = cohort.context_total, cohort.context_max
-        growing = cohort.advance()
-        if growing:
-            ledger.grow(growing)
         self.budget_left -= size
         self.decodes += size
         self._context_total += total

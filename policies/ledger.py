@@ -58,6 +58,10 @@ class KVLedger(KVView, Protocol):
         """One more block for each of these cohort members."""
         ...
 
+    def take(self, blocks: int) -> None:
+        """What many calls of `grow` would take, from a ledger that only counts."""
+        ...
+
     def computed(self, track: Track, tokens: int) -> None:
         """A batch now planned computes a prompt up to its first `tokens` tokens: their full blocks may be shared."""
         ...
@@ -115,6 +119,9 @@ class CountingLedger:
 
     def grow(self, tracks: Collection[Track]) -> None:
         self.free_blocks -= len(tracks)
+
+    def take(self, blocks: int) -> None:
+        self.free_blocks -= blocks
 
     def computed(self, track: Track, tokens: int) -> None:
         return

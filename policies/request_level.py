@@ -20,7 +20,7 @@ class RequestLevel(Policy):
     """A batch of waiting requests: prompts padded to the longest and prefilled together, then decoded until all are
     done. In a pipeline its micro-batches start together, and the next ones when all of them have finished."""
 
-    max_batch_size: int = knob(8, "most requests in one batch (in a pipeline: in one micro-batch)", least=1)
+    max_batch_size: int = knob(32, "most requests in one batch (in a pipeline: in one micro-batch)", least=1)
     keep_finished: bool = knob(True, "finished rows keep their slot: executed as dummy rows until all are done")
     max_delay_s: float = knob(0.0, "how long the oldest request waits for its batch to fill, seconds", least=0)
     reserve: str = knob(

@@ -298,7 +298,7 @@ class Scheduler:
         part = batch.parts[0]
         assert isinstance(part, Decodes)
         ledger = self.ledger
-        taken = cohort.advance_by(steps, ledger.grow)
+        taken = cohort.plan_steps(steps, ledger)
         cohort.times.extend(ends_ns)
         batch.number += steps
         self._batches += steps

@@ -79,7 +79,7 @@ class Autoscaler:
         self.starting = 0
         self._first_tokens: deque[tuple[Ns, bool]] = deque()
         self._idle_since: Ns | None = None
-        cluster.coming += 1  # a pool that is scaled never stays without replicas
+        cluster.coming[scaling.pool] += 1  # a pool that is scaled never stays without replicas
         self._look_later()
 
     def saw(self, ended: Track | Journey) -> None:

@@ -72,8 +72,8 @@ class Life:
 class Cluster:
     """The replicas of a plan. Requests come in by `submit`; each end is recorded, then told to on_end(row).
 
-    expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: replicas
-    that are down or starting and will take requests later; while there are any, nobody fails for want of a replica.
+    expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
+    replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Cluster:
         self.expected = expected
         self.ended = 0
         self._last_end_ns = 0
-        self.coming = 0
+        self.coming = [0] * len(plan.pools)
         self.replicas: list[Replica] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
@@ -135,7 +135,7 @@ class Cluster:
     def _place(self, request: Request, output_tokens: int, produced: int) -> None:
         up = self._up
         if not up:
-            if self.coming:
+            if self.somebody_comes(decode=False):
                 self._stranded[request.id] = (request, output_tokens)
             else:
                 self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
@@ -204,7 +204,19 @@ class Cluster:
         """The KV of a request has arrived at the replica that decodes it."""
         self._home[journey.request.id] = replica
 
+    def fail_forgotten(self) -> bool:
+        """Nothing will happen any more: whoever still waits for a replica fails. Returns whether anybody did."""
+        stranded, self._stranded = self._stranded, {}
+        for request, output_tokens in stranded.values():
+            self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
+        parked = self._kv.fail_unplaced() if self._kv is not None else 0
+        return bool(stranded) or bool(parked)
+
     # Replicas come and go
+
+    def somebody_comes(self, *, decode: bool) -> bool:
+        """Whether a replica that takes new requests (or decodes them) will be up later."""
+        return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
 
     def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
         """Add a replica to a pool; it takes requests from now on."""

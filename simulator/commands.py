@@ -135,16 +135,34 @@ def policies_command(as_json: o.Json = False) -> None:
         knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
         rule = " ".join((cls.__doc__ or "").split())
         rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+    _list_pages("policy", "--", rows, as_json)
+
+
+@app.command("routers")
+def routers_command(as_json: o.Json = False) -> None:
+    """List every router with its knobs, defaults, paper and rule."""
+    from simulator.routers import router_class, router_knobs, router_names
+
+    rows = []
+    for name in router_names():
+        cls = router_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+    _list_pages("router", "--router-knob ", rows, as_json)
+
+
+def _list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Policies or routers: name, paper, rule, knobs."""
     if as_json:
         print(json.dumps(rows, indent=2))
         return
     console = _console()
     for row in rows:
-        console.print(f"[bold]{row['policy']}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
         console.print(f"  {row['rule']}", highlight=False)
         for knob, facts in row["knobs"].items():
-            flag = knob.replace("_", "-")
-            console.print(f"    --{flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            flag = prefix + knob.replace("_", "-")
+            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
 
 
 def _timeline_window(text: str | None, follow: int | None) -> Any:
@@ -225,12 +243,12 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from simulator.simulation import make_engine, replay
+    from simulator.simulation import make_cluster_plan, replay
 
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
-        make_engine(config, trace)
+        make_cluster_plan(config, trace)
     for note in [] if quiet else trace.notes:
         print(f"note: {note}", file=sys.stderr)
     runs: dict[str, Run] = {}

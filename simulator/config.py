@@ -28,7 +28,8 @@ class ReplayConfig:
     decode_router: picks the decode replica of a prompt that is done. kv_bandwidth: bytes/s of one device's NIC in one
     direction, the GPU's own network by default; kv_latency_s: of one transfer; layerwise_kv: send a layer's KV while
     the next one is being computed. failures: "REPLICA@DOWN_S" or "REPLICA@DOWN_S+FOR_S"; on_failure: requeue or fail.
-    autoscale: knobs of simulator.autoscaling.Autoscaling; empty for a fixed number of replicas.
+    autoscale: knobs of simulator.autoscaling.Autoscaling; empty for a fixed number of replicas. afd: knobs of
+    simulator.afd.Apart; empty for attention and FFN on the same devices. pp_link: link (stages in one node) or network.
     """
 
     policy: str = "chunked"
@@ -68,6 +69,8 @@ class ReplayConfig:
     failures: tuple[str, ...] = ()
     on_failure: str = "requeue"
     autoscale: Mapping[str, Any] = field(default_factory=dict)
+    afd: Mapping[str, Any] = field(default_factory=dict)
+    pp_link: str = "link"
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -85,6 +88,8 @@ class ReplayConfig:
             raise SimulationError(f"--kv-bandwidth: found {self.kv_bandwidth}, expected bytes per second above 0")
         if not 0 <= self.kv_latency_s < float("inf"):
             raise SimulationError(f"--kv-latency: found {self.kv_latency_s}, expected seconds, 0 or more")
+        if self.pp_link not in ("link", "network"):
+            raise SimulationError(f"--pp-link: found {self.pp_link!r}, expected link or network")
         if self.on_failure not in ("requeue", "fail"):
             raise SimulationError(f"--on-failure: found {self.on_failure!r}, expected requeue or fail")
 

@@ -173,9 +173,19 @@ class Disaggregation:
 
     def _park(self, move: Move) -> None:
         """No decode replica is up: wait for one, or fail."""
-        if self.cluster.coming:
+        if self.cluster.somebody_comes(decode=True):
             self._unplaced.append(move)
-            return
+        else:
+            self._fail(move)
+
+    def fail_unplaced(self) -> int:
+        """Nobody will come any more: end those who wait for a decode replica; returns how many there were."""
+        unplaced, self._unplaced = self._unplaced, []
+        for move in unplaced:
+            self._fail(move)
+        return len(unplaced)
+
+    def _fail(self, move: Move) -> None:
         self._release(move)
         self.cluster.end_journey(move.journey, move.source.number, "failed", "no decode replica is up")
 

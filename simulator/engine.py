@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from policies import Policy, Scheduler, make_policy, make_scheduler
-from profiler import load_cost_model, load_hardware, load_model_spec
+from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.capacity import plan_memory
 from profiler.cost_model import CostModel
+from profiler.dtypes import dtype_bytes
+from simulator.afd import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from workloads import Trace
@@ -27,6 +29,8 @@ class Engine:
     @property
     def devices(self) -> int:
         """Devices of one replica."""
+        if self.config.afd:
+            return make_apart(self.config.afd).devices
         return self.config.tp * self.config.pp
 
     def scheduler(self) -> Scheduler:
@@ -60,27 +64,59 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         raise SimulationError(
             f"--async with --pp {config.pp}: a pipeline plans ahead already, one micro-batch a stage; leave --async out"
         )
+    if config.afd and (config.pp > 1 or config.tp > 1):
+        raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
     longest = int((trace.prompt_tokens + trace.max_output_tokens).max()) if len(trace) else 1
     max_model_len = config.max_model_len or longest
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
     if cost is None:
-        cost = load_cost_model(
-            model, gpu, cost_model=config.cost_model, dtype=config.dtype, kv_dtype=config.kv_dtype, tp=config.tp,
-            pp=config.pp, layer_split=config.layer_split,
-        )  # fmt: skip
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        rule = policy.memory
-        memory: dict[str, Any] = {"utilisation": rule.utilisation}
-        if rule.headroom:
-            memory = {"headroom": rule.headroom}
-        if config.gpu_memory_utilization is not None:
-            memory = {"utilisation": config.gpu_memory_utilization}
-        num_blocks = plan_memory(
-            model, gpu, dtype=_dtype(config.dtype, model), kv_dtype=config.kv_dtype, tp=config.tp, pp=config.pp,
-            layer_split=config.layer_split, block_size=config.block_size, **memory,
-        ).num_blocks  # fmt: skip
+        cost = _apart_cost(config, model, gpu) if config.afd else _cost(config, model, gpu, config.tp)
+    num_blocks = config.num_blocks if config.num_blocks is not None else _num_blocks(config, policy, model, gpu)
     return Engine(policy, cost, num_blocks, max_model_len, config)
+
+
+def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
+    options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
+    return load_cost_model(
+        model, gpu, cost_model=config.cost_model, dtype=config.dtype, kv_dtype=config.kv_dtype, tp=tp, pp=config.pp,
+        layer_split=config.layer_split, **options,
+    )  # fmt: skip
+
+
+def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware) -> CostModel:
+    """Two groups of devices, each with the cost model of its GPU and width."""
+    apart = make_apart(config.afd)
+    ffn_gpu = load_hardware(apart.ffn_gpu) if apart.ffn_gpu else gpu
+    share = _memory_rule(config, make_policy(config.policy, config.knobs))
+    check_ffn_fits(model, ffn_gpu, apart, dtype=_dtype(config.dtype, model), share=share)
+    return AttentionFfnApart(
+        _cost(config, model, gpu, apart.attention), _cost(config, model, ffn_gpu, apart.ffn), apart,
+        layers=model.layers, hidden_bytes=model.hidden * max(2, dtype_bytes(_dtype(config.dtype, model))),
+        bytes_per_s=apart.bytes_per_s(gpu, ffn_gpu),
+    )  # fmt: skip
+
+
+def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware) -> int:
+    share = _memory_rule(config, policy)
+    dtype = _dtype(config.dtype, model)
+    if config.afd:
+        kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+        return attention_blocks(
+            model, gpu, make_apart(config.afd), dtype=dtype, kv_dtype=kv_dtype, block_size=config.block_size,
+            share=share,
+        )  # fmt: skip
+    return plan_memory(
+        model, gpu, dtype=dtype, kv_dtype=config.kv_dtype, tp=config.tp, pp=config.pp, layer_split=config.layer_split,
+        block_size=config.block_size, utilisation=share,
+    ).num_blocks  # fmt: skip
+
+
+def _memory_rule(config: ReplayConfig, policy: Policy) -> float:
+    """Share of a device's memory that may be used: as the config says, or as the policy's system has it."""
+    if config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    rule = policy.memory
+    return 1.0 - rule.headroom if rule.headroom else rule.utilisation
 
 
 def _dtype(dtype: str, model: Any) -> str:

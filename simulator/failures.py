@@ -58,12 +58,13 @@ def _schedule(cluster: Cluster, failure: Failure, requeue: bool) -> None:
         if failure.replica >= len(cluster.replicas) or not cluster.is_up(replica := cluster.replicas[failure.replica]):
             return
         if failure.back_ns >= 0:
-            cluster.coming += 1
+            cluster.coming[cluster.pool_number(replica)] += 1
             Moment(cluster.env, failure.back_ns - failure.down_ns, lambda event: come_back(), ARRIVAL)
         cluster.fail(replica, f"replica {failure.replica} died", requeue=requeue)
 
     def come_back() -> None:
-        cluster.coming -= 1
-        cluster.restore(cluster.replicas[failure.replica])
+        replica = cluster.replicas[failure.replica]
+        cluster.coming[cluster.pool_number(replica)] -= 1
+        cluster.restore(replica)
 
     Moment(cluster.env, failure.down_ns, die, ARRIVAL)

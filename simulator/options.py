@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from simulator import cluster_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 
@@ -129,6 +130,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "layer_split": (LayerSplit, None),
     "pp_overlap": (PPOverlap, True),
     "chase_chunks": (ChaseChunks, False),
+    **cluster_options.FLAGS,
     "rate_scale": (RateScale, 1.0),
     "limit": (Limit, None),
     "window": (Window, None),
@@ -188,7 +190,7 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
         flags["leaps"] = False
     if isinstance(split := flags.get("layer_split"), str):
         flags["layer_split"] = _split(split)
-    values = {**from_file, **flags}
+    values = {**from_file, **cluster_options.as_config(flags)}
     reading = {entry.name for entry in fields(TraceOptions)}
     trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
     rest = {name: value for name, value in values.items() if name not in reading}
@@ -197,7 +199,7 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
     known = {entry.name for entry in fields(ReplayConfig)} | {entry.name for entry in fields(TraceOptions)}
-    known |= {"chunk_size", "asynchronous", "plain"}
+    known |= {"chunk_size", "asynchronous", "plain", *cluster_options.FLAGS}
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()

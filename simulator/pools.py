@@ -18,10 +18,11 @@ from workloads import Trace
 
 ROLES = ("serve", "prefill", "decode")
 ENGINE_FIELDS: Mapping[str, type] = {
-    "policy": str, "gpu": str, "cost_model": str, "tp": int, "pp": int, "chase_chunks": bool, "pp_overlap": bool,
-    "token_budget": int, "max_num_seqs": int, "num_blocks": int, "gpu_memory_utilization": float, "watermark": float,
+    "policy": str, "gpu": str, "cost_model": str, "tp": int, "pp": int, "pp_link": str, "chase_chunks": bool,
+    "pp_overlap": bool, "token_budget": int, "max_num_seqs": int, "num_blocks": int, "gpu_memory_utilization": float,
+    "watermark": float,
 }  # fmt: skip
-"""What a pool may have of its own, beside layer_split and its policy's knobs. Model and KV dtype are the run's."""
+"""What a pool may have of its own, beside layer_split, afd and its policy's knobs. Model and dtypes are the run's."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,22 @@ def _pool(config: ReplayConfig, table: Mapping[str, Any], number: int, trace: Tr
         own["layer_split"] = tuple(_as(int, "layer_split", layers, number) for layers in rest.pop("layer_split"))
     elif own.get("pp", config.pp) != config.pp:
         own["layer_split"] = None
+    if "afd" in rest:
+        own["afd"] = _afd(rest.pop("afd"), number)
     knobs = {**rest.pop("knobs", {}), **rest}
     if "policy" not in own:
         knobs = {**config.knobs, **knobs}
     return Pool(role, replicas, make_engine(replace(config, pools=(), knobs=knobs, **own), trace, cost))
+
+
+def _afd(value: Any, number: int) -> Mapping[str, Any]:
+    """A table, or `attention:4+ffn:4` in a pool's text."""
+    if isinstance(value, Mapping):
+        return value
+    pairs = [part.partition(":") for part in str(value).split("+")]
+    if not all(colon for _, colon, _ in pairs):
+        raise SimulationError(f"--pool {number}, afd: found {value!r}, expected attention:4+ffn:4")
+    return {key: text for key, _, text in pairs}
 
 
 def _as(kind: type, key: str, value: Any, number: int) -> Any:

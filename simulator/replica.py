@@ -1,49 +1,49 @@
 """One engine in virtual time: a scheduler, a pipeline of stages, and a cost model that says how long things take.
 
-A batch costs one event: its stage times follow from a recurrence (a stage starts when it is free and its input is
-there), so only its completion has to be waited for. Equal iterations are crossed in one leap; whoever needs to see the
-replica in the middle of one (an arrival, a withdrawal, a router) settles it first, at the right iteration boundary.
+A batch costs at most one event: its stage times follow from a recurrence (a stage starts when it is free and its input
+is there), so only its completion has to be waited for, and not even that where nothing else happens before it
+(simulator/clock.py). Equal iterations are crossed in one leap; whoever needs to see the replica in the middle of one
+(an arrival, a withdrawal, a router) settles it first, at the right iteration boundary.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
+from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from simpy import Environment, Event
 
 from metrics import Recorder
 from policies import Batch, Ns, Request, Scheduler, Track
+from simulator.clock import VirtualTime
+from simulator.leaping import ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
-# Below this a vectorised leap costs more than the plain steps it replaces.
-LEAST_LEAP = 4
+# Below this a leap costs more than the plain steps it replaces.
+LEAST_LEAP = 2
 
-_NAN = float("nan")
-
+INFINITY = float("inf")
 
 # A batch between plan and completion, a plain tuple because one is made per iteration: batch, start_ns, end_ns,
-# host_before_ns, host_after_ns, device_ns, stages, running, waiting, free_blocks (as `Recorder.iteration` takes them),
-# and the moment it completes.
-Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...], int, int, int, Moment]
+# host_before_ns, host_after_ns, device_ns, stages, running, waiting, free_blocks (as `Recorder.iteration` takes them).
+Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...], int, int, int]
 
 
 class Leap(NamedTuple):
-    """Equal iterations in flight at once: iteration i of them ends at ends_ns[i], the last one as any batch does."""
+    """Equal iterations in flight at once, back to back from planned_ns on: iteration i of them ends at ends_ns[i]."""
 
     batch: Batch
-    starts_ns: NDArray[np.int64]
-    ends_ns: NDArray[np.int64]
-    device_ns: NDArray[np.int64]
+    planned_ns: Ns
+    ends_ns: list[Ns]
     host_before_ns: Ns
     host_after_ns: Ns
-    completion: Moment
 
 
 class Replica:
@@ -51,7 +51,8 @@ class Replica:
 
     on_end(track, replica): called once for every request that ends here, whatever its end.
     overlap_sends: a stage may start its next batch while the last one's output is still on the link.
-    leaps: cross equal iterations in one step (False keeps the plain path, the reference of the tests).
+    leaps: cross equal iterations in one step, and run ahead of the event queue where `env` is a VirtualTime (False
+        keeps the plain path of one event per iteration, the reference of the tests).
     """
 
     def __init__(
@@ -75,9 +76,15 @@ class Replica:
         self.on_end = on_end
         self.overlap_sends = overlap_sends
         self.leaps = leaps and scheduler.depth == 1
+        self._ahead: VirtualTime | None = None
+        if leaps and isinstance(env, VirtualTime):
+            self._ahead = env
+            env.sharers += 1
         self.busy_ns = 0
         self._flights: deque[Flight] = deque()
         self._leap: Leap | None = None
+        # The event at which the oldest flight (or the leap's last iteration) completes.
+        self._completion: Moment | None = None
         self._free_ns = [0] * cost.stages
         self._last_end_ns = 0
         self._host_free_ns = 0
@@ -118,8 +125,9 @@ class Replica:
     def abandon(self, reason: str) -> list[Track]:
         """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
         self.settle()
-        for flight in self._flights:
-            flight[-1].void = True
+        if self._completion is not None:
+            self._completion.void = True
+            self._completion = None
         self._flights.clear()
         self._free_ns = [0] * self.cost.stages
         self._last_end_ns = self._host_free_ns = 0
@@ -133,12 +141,12 @@ class Replica:
         if leap is None:
             return
         self._leap = None
-        done = int(np.searchsorted(leap.ends_ns, self.env.now, side="left"))
-        last = len(leap.ends_ns) - 1
-        if done < last:
-            leap.completion.void = True
-            completion = Moment(self.env, int(leap.ends_ns[done]) - self.env.now, self._complete, COMPLETION)
-            leap = leap._replace(completion=completion)
+        ends = leap.ends_ns
+        done = bisect_left(ends, self.env.now)
+        if done < len(ends) - 1:
+            assert self._completion is not None
+            self._completion.void = True
+            self._complete_at(ends[done])
         self._cross(leap, done)
 
     # What a router sees (simulator.routers.ReplicaView)
@@ -161,7 +169,7 @@ class Replica:
         leap = self._leap
         if leap is not None:
             # A leap answers for this moment without being stopped.
-            promised -= leap.batch.shape.decodes * int(np.searchsorted(leap.ends_ns, self.env.now, side="left"))
+            promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
         return promised
 
     @property
@@ -187,7 +195,23 @@ class Replica:
     def _on_wake(self, event: Event) -> None:
         if event is self._wake:
             self._wake = None
-        self._plan()
+        self._run()
+
+    def _run(self) -> None:
+        """Plan; then go from completion to completion as long as nothing else happens before the next one."""
+        flights, ahead = self._flights, self._ahead
+        while True:
+            self._plan()
+            if not flights or self._completion is not None:
+                return
+            end = flights[0][2]
+            if ahead is None or not ahead.moved_to(end):
+                self._complete_at(end)
+                return
+            self._complete()
+
+    def _complete_at(self, end_ns: Ns) -> None:
+        self._completion = Moment(self.env, end_ns - self.env.now, self._on_completion, COMPLETION)
 
     def _plan(self) -> None:
         scheduler, flights = self.scheduler, self._flights
@@ -214,8 +238,7 @@ class Replica:
             Moment(self.env, at_ns - self.env.now, self._on_wake, WAKE)
 
     def _launch(self, batch: Batch) -> None:
-        cost, env = self.cost, self.env
-        now = env.now
+        cost, now = self.cost, self.env.now
         shape = batch.shape
         before, after = cost.host_ns(shape)
         if self.leaps and not batch.chunks:
@@ -242,7 +265,7 @@ class Replica:
         self._flights.append(
             (
                 batch, start, completes, before, after, device, stages, queues.num_running, len(queues.waiting),
-                scheduler.ledger.free_blocks, Moment(env, completes - now, self._complete, COMPLETION),
+                scheduler.ledger.free_blocks,
             )
         )  # fmt: skip
 
@@ -267,15 +290,21 @@ class Replica:
 
     def _launch_leap(self, batch: Batch, quiet: int, before: Ns, after: Ns) -> None:
         now = self.env.now
-        device = self.cost.repeat_ns(batch.shape, quiet + 1)
-        ends = now + np.cumsum(device + (before + after))
-        starts = ends - after - device
-        completion = Moment(self.env, int(ends[-1]) - now, self._complete, COMPLETION)
-        self._leap = Leap(batch, starts, ends, device, before, after, completion)
+        ahead = self._ahead
+        # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
+        horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
+        ends = ends_until(self.cost, batch.shape, quiet + 1, now, before + after, horizon)
+        leap = Leap(batch, now, ends, before, after)
+        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
+            self._cross(leap, len(ends) - 1)
+        else:
+            self._leap = leap
+            self._complete_at(ends[-1])
 
     def _cross(self, leap: Leap, done: int) -> None:
         """The first `done` iterations of a leap are complete; the next one is in flight as a plain batch."""
-        scheduler, batch = self.scheduler, leap.batch
+        batch, planned, ends, before, after = leap
+        scheduler = self.scheduler
         queues = scheduler.queues
         running, waiting = queues.num_running, len(queues.waiting)
         free_blocks = scheduler.ledger.free_blocks
@@ -289,67 +318,75 @@ class Replica:
             inside: Any = self._inside(shape)
             if inside != self._inside(last_shape):
                 inside = self._inside_each(batch, done)
-            self.busy_ns += int(leap.device_ns[:done].sum())
-            taken = scheduler.leap(batch, leap.ends_ns[:done].tolist())
-            free_each = [free_blocks]
-            for blocks in taken:
-                free_blocks -= blocks
-                free_each.append(free_blocks)
-            free_each.pop()
-            self.recorder.leap(
-                self.number, first_number, shape, leap.starts_ns[:done], leap.ends_ns[:done], cohort.number,
-                first_step, running, waiting, free_each, leap.host_before_ns, leap.host_after_ns,
-                leap.device_ns[:done], inside,
+            crossed = ends[:done]
+            taken = scheduler.leap(batch, crossed)
+            free_each = list(accumulate(taken, sub, initial=free_blocks))
+            free_blocks = free_each.pop()
+            self.recorder.back_to_back(
+                self.number, first_number, shape, planned, crossed, cohort.number, first_step, running, waiting,
+                free_each, before, after, inside,
             )  # fmt: skip
-        end = int(leap.ends_ns[done])
-        self._free_ns[0] = end - leap.host_after_ns
+            self.busy_ns += crossed[-1] - planned - done * (before + after)
+            planned = crossed[-1]
+        end = ends[done]
+        start = planned + before
+        self._free_ns[0] = end - after
         self._last_end_ns = end
         self._flights.append(
-            (
-                batch, int(leap.starts_ns[done]), end, leap.host_before_ns, leap.host_after_ns,
-                int(leap.device_ns[done]), (), running, waiting, free_blocks, leap.completion,
-            )
-        )  # fmt: skip
-
-    def _inside_each(self, batch: Batch, steps: int) -> NDArray[np.bool_]:
-        shape = batch.shape
-        return np.array(
-            [
-                self._inside(
-                    shape._replace(
-                        decode_context_total=shape.decode_context_total + step * shape.decodes,
-                        decode_context_max=shape.decode_context_max + step,
-                    )
-                )
-                for step in range(steps)
-            ]
+            (batch, start, end, before, after, end - after - start, (), running, waiting, free_blocks)
         )
+
+    def _inside_each(self, batch: Batch, steps: int) -> list[bool]:
+        shape = batch.shape
+        return [
+            self._inside(
+                shape._replace(
+                    decode_context_total=shape.decode_context_total + step * shape.decodes,
+                    decode_context_max=shape.decode_context_max + step,
+                )
+            )
+            for step in range(steps)
+        ]
 
     # Completion
 
-    def _complete(self, event: Event) -> None:
+    def _on_completion(self, event: Event) -> None:
         if event.void:  # type: ignore[attr-defined]
             return
+        self._completion = None
         leap = self._leap
         if leap is not None:
             self._leap = None
             self._cross(leap, len(leap.ends_ns) - 1)
-        batch, start, end, before, after, device, stages, running, waiting, free_blocks, _ = self._flights.popleft()
+        self._complete()
+        self._run()
+
+    def _complete(self) -> None:
+        """Deliver the oldest flight, now."""
+        batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
         outcome = scheduler.complete(batch, end)
         self.busy_ns += device
-        shape = batch.shape
-        self.recorder.iteration(
-            self.number, batch.number, batch.planned_ns, start, end, shape,
-            [(chunk[0].request.id, chunk[1], chunk[2], chunk[3]) for chunk in batch.chunks],
-            [(cohort.number, step, size) for cohort, step, size in batch.grown if size],
-            len(batch.preempted), running, waiting, free_blocks, batch.cached_tokens, before, after, device,
-            self._inside(shape), _NAN, _NAN, stages,
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape = batch.shape
+        chunks: list[int] = []
+        for track, tokens, prefix, samples in batch.chunks:
+            chunks += (track.request.id, tokens, prefix, samples)
+        cohorts: list[int] = []
+        for cohort, step, size in batch.grown:
+            if size:
+                cohorts += (cohort.number, step, size)
+        self.recorder.row(
+            (
+                self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
+                dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
+                batch.cached_tokens, before, after, device, self._inside(shape), len(batch.chunks),
+                len(cohorts) // 3, len(stages),
+            ),
+            chunks, cohorts, [time for stage in stages for time in stage],
         )  # fmt: skip
         for track in outcome.finished:
             self._end(track)
         self._record_retired()
-        self._plan()
 
     def _record_retired(self) -> None:
         for cohort in self.scheduler.take_retired():

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpy import Environment
-
 from metrics import Recorder
 from profiler.cost_model import CostModel
 from simulator.arrivals import Arrivals
+from simulator.clock import VirtualTime
 from simulator.cluster import Cluster
 from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
@@ -78,7 +77,7 @@ def simulate(
 
     plan: pools of replicas, or the engine that all replicas of its config share.
     """
-    env = Environment()
+    env = VirtualTime()
     total = len(trace)
     every = max(1, total // 200)
 
@@ -92,6 +91,8 @@ def simulate(
     )
     arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
     env.run()
+    while cluster.fail_forgotten():
+        env.run()  # those who waited for these answers arrive now
     cluster.close()
     if cluster.ended != total:
         raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")

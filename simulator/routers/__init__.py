@@ -11,6 +11,6 @@ from simulator.routers.router import (
 )
 
 __all__ = [
-    "ReplicaView", "Router", "choose", "least", "make_router", "outstanding_requests", "outstanding_tokens", "router_class",
-    "router_knobs", "router_names",
+    "ReplicaView", "Router", "choose", "least", "make_router", "outstanding_requests", "outstanding_tokens",
+    "router_class", "router_knobs", "router_names",
 ]  # fmt: skip

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from metrics import Recorder
 from simulator.config import ReplayConfig
 from simulator.pools import make_cluster_plan
-from simulator.simulation import replay, simulate
 from simulator.routers import router_names
+from simulator.simulation import replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
 from workloads import Trace
 
@@ -92,9 +92,9 @@ def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at():
     leaps = []
 
     class Watched(Recorder):
-        def leap(self, replica, *args, **options):
+        def back_to_back(self, replica, *args, **options):
             leaps.append(replica)
-            super().leap(replica, *args, **options)
+            super().back_to_back(replica, *args, **options)
 
     cost = ConstantCost(device_ns=MS)
     trace = trace_of(rows)
@@ -109,8 +109,8 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
     from simpy import Environment
 
     from simulator.moment import ARRIVAL, Moment
-    from simulator.simulation import make_engine
     from simulator.replica import Replica
+    from simulator.simulation import make_engine
 
     trace = trace_of([(0, 4, output) for output in outputs])
     engine = make_engine(ReplayConfig(num_blocks=5000), trace, ConstantCost(device_ns=MS))

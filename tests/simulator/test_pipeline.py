@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metrics.bubbles import find_bubbles
 from metrics.columns import to_ns
 from policies import policy_names
 from simulator.config import ReplayConfig
@@ -37,11 +38,9 @@ def stage_rows(result):
 
 
 def idle_shares(result):
-    """Share of the in-flight time (first start to last end) that each stage idles."""
-    rows = stage_rows(result)
-    first = min(row[1] for row in rows[0])
-    last = max(row[2] for row in rows[len(rows) - 1])
-    return [1 - sum(end - start for _, start, end, _ in rows[stage]) / (last - first) for stage in sorted(rows)]
+    """Per stage, share of the in-flight time that is idle; and the share of all stages' time by cause."""
+    bubbles = find_bubbles(result.tables)
+    return (bubbles.idle_ns.sum(axis=1) / bubbles.in_flight_ns).tolist(), bubbles.cause_shares
 
 
 @pytest.mark.parametrize(("stages", "batches"), [(2, 1), (2, 7), (4, 4), (4, 21), (8, 40)])
@@ -50,7 +49,9 @@ def test_equal_micro_batches_leave_the_textbook_share_idle(stages, batches):
     result = one_prompt_a_batch([4] * batches, ConstantCost(device_ns=S, stages=stages))
     assert result.summary["duration_s"] == batches + stages - 1
     share = (stages - 1) / (batches + stages - 1)
-    assert idle_shares(result) == pytest.approx([share] * stages)
+    shares, by_cause = idle_shares(result)
+    assert shares == pytest.approx([share] * stages)
+    assert by_cause["fill_drain" if batches >= stages else "starvation"] == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,10 @@ def test_two_alternating_times_give_the_closed_form(stages, rounds, long, short)
     result = one_prompt_a_batch([long, short] * (batches // 2), ConstantCost(0, per_row_ns=S, stages=stages))
     lasts = (batches + stages // 2 - 1) * long + stages // 2 * short
     assert result.summary["duration_s"] == lasts
-    assert idle_shares(result) == pytest.approx([1 - batches / 2 * (long + short) / lasts] * stages)
+    shares, by_cause = idle_shares(result)
+    assert shares == pytest.approx([1 - batches / 2 * (long + short) / lasts] * stages)
+    assert by_cause["pb1"] + by_cause["fill_drain"] == pytest.approx(shares[0])
+    assert (by_cause["pb1"] > 0) == (rounds > 1)
 
 
 def test_a_send_delays_the_next_stage_and_may_overlap_the_next_batch():

@@ -1,0 +1,78 @@
+"""Running ahead of the event queue changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.clock import VirtualTime
+from simulator.config import ReplayConfig
+from simulator.moment import Moment
+from simulator.simulation import replay
+from tests.simulator.constant_cost import ConstantCost, trace_of
+
+S = 1_000_000_000
+
+
+def test_the_clock_moves_only_to_moments_before_the_next_event():
+    env = VirtualTime()
+    seen = []
+    Moment(env, 10, lambda event: seen.append(env.now))
+    assert not env.moved_to(10)
+    assert env.moved_to(9)
+    assert env.now == 9
+    env.run()
+    assert seen == [10]
+    assert env.moved_to(1 << 60)
+
+
+def test_a_run_that_stops_early_is_not_run_past():
+    env = VirtualTime()
+    Moment(env, 5, lambda event: seen.append(env.moved_to(7)))
+    seen: list[bool] = []
+    env.run(until=7)
+    assert (seen, env.now) == ([False], 7)
+
+
+def test_the_garbage_collector_is_left_as_it_was_found():
+    before = gc.get_threshold()
+    env = VirtualTime()
+
+    def fail(event):
+        assert gc.get_threshold() != before
+        raise RuntimeError("stop")
+
+    Moment(env, 1, fail)
+    with pytest.raises(RuntimeError):
+        env.run()
+    assert gc.get_threshold() == before
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=12),
+    st.sampled_from([("chunked", {}), ("vllm_v1", {}), ("vllm_v1", {"async_scheduling": True})]),
+    st.integers(1, 3),
+    st.integers(26, 60),
+)
+@settings(max_examples=100, deadline=None)
+def test_pipelines_and_planning_ahead_write_the_very_tables_of_the_plain_path(rows, policy, stages, num_blocks):
+    """Whole seconds everywhere: arrivals, completions and time-outs often fall on the same moment."""
+    name, knobs = policy
+    if knobs:
+        stages = 1
+    at, requests = 0, []
+    for gap, prompt, output in rows:
+        at += gap
+        requests.append((at, prompt, output))
+    trace = trace_of(requests).with_timeout(60)
+    cost = ConstantCost(S, before_ns=S, transfer_ns=S, stages=stages)
+    tables = []
+    for leaps in (True, False):
+        config = ReplayConfig(policy=name, knobs=knobs, pp=stages, num_blocks=num_blocks, block_size=4, leaps=leaps)
+        tables.append(replay(trace, config, cost=cost).tables)
+    for table in ("requests", "iterations", "tokens", "segments", "stages"):
+        one, other = (repr(each.table(table).to_pydict()) for each in tables)
+        assert one == other, table

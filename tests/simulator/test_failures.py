@@ -1,0 +1,131 @@
+"""Replicas that die, come back, are added and drained: hand-worked, with nobody lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.config import ReplayConfig
+from simulator.simulation import replay
+from tests.simulator.constant_cost import ConstantCost, trace_of
+from tests.simulator.test_cluster import by_request, check_conservation
+from tests.simulator.test_disaggregation import token_times
+
+S = 1_000_000_000
+
+
+def run(trace, **options):
+    options.setdefault("num_blocks", 1000)
+    return replay(trace, ReplayConfig(**options), cost=ConstantCost(device_ns=S))
+
+
+def lives(result):
+    return [(life["replica"], life["ordered_s"], life["up_s"], life["down_s"]) for life in facts(result)["lives"]]
+
+
+def facts(result):
+    return result.config["cluster"]
+
+
+def test_a_request_goes_on_elsewhere_with_the_tokens_it_has():
+    """Two tokens by 2 s; its replica dies in the third iteration; the other one recomputes 6 tokens and goes on."""
+    result = run(trace_of([(0, 4, 5)]), replicas=2, failures=("0@2.5",))
+    assert token_times(result, 0) == [1, 2, 3.5, 4.5, 5.5]
+    assert result.tables.column("segments", "replica").tolist() == [0, 1]
+    chunks = result.tables.chunks()
+    assert chunks["tokens"].tolist() == [4, 6]
+    assert lives(result) == [(0, 0, 0, 2.5), (1, 0, 0, None)]
+    check_conservation(trace_of([(0, 4, 5)]), result)
+
+
+def test_requests_of_a_dead_replica_may_fail_instead():
+    result = run(trace_of([(0, 4, 5), (0, 4, 5)]), replicas=2, failures=("0@2.5",), on_failure="fail")
+    assert by_request(result, "status").tolist() == ["failed", "finished"]
+    assert by_request(result, "reason").tolist() == ["replica 0 died", ""]
+    assert (by_request(result, "output_tokens")[0], by_request(result, "finished_s")[0]) == (2, 2.5)
+
+
+def test_whoever_arrives_while_all_are_down_waits_for_the_one_that_comes_back():
+    result = run(trace_of([(0, 4, 2), (2.2, 4, 2)]), failures=("0@1.5+8.5",))
+    assert token_times(result, 0) == [1, 11]
+    assert token_times(result, 1) == [11, 12]
+    assert lives(result) == [(0, 0, 0, 1.5), (0, 10, 10, None)]
+
+
+def test_nobody_waits_for_a_replica_that_will_not_come_back():
+    result = run(trace_of([(0, 4, 9), (20, 4, 2)]).with_timeout(100), failures=("0@1.5",))
+    assert by_request(result, "status").tolist() == ["failed", "failed"]
+    assert set(by_request(result, "reason")) == {"no replica is up and none will come back"}
+    assert by_request(result, "finished_s").tolist() == [1.5, 20]
+
+
+def test_a_dead_replica_loses_its_prefix_cache():
+    options = {"policy": "vllm_v1", "knobs": {"prefix_caching": True}}
+    trace = trace_of([(0, 64, 2), (10, 64, 2)])
+    trace = type(trace)(
+        "twice", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
+        prefix_hashes=[(1, 2, 3, 4)] * 2, hash_tokens=16,
+    )  # fmt: skip
+    assert by_request(run(trace, **options), "cached_tokens").tolist() == [0, 48]
+    assert by_request(run(trace, failures=("0@5+1",), **options), "cached_tokens").tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0@ten", "--fail: found '0@ten', expected REPLICA@SECONDS"),
+        ("2@10", "--fail 2@10: found replica 2, expected 0 to 1"),
+    ],
+)
+def test_a_wrong_failure_is_one_clear_line(text, message):
+    with pytest.raises(ValueError, match=message):
+        run(trace_of([(0, 4, 4)]), replicas=2, failures=(text,))
+
+
+GROW = {"most": 3, "interval_s": 5, "startup_s": 7, "queue_high": 4, "patience_s": 10, "running_low": 2}
+
+
+def test_a_pool_grows_with_the_queue_and_shrinks_when_it_is_idle():
+    """30 requests, one at a time, 4 s each: 29 wait at 5 s, two more replicas are up at 12 s. Idle from 120 s on."""
+    trace = trace_of([(0, 4, 4)] * 30 + [(200, 4, 4)])
+    result = run(trace, max_num_seqs=1, autoscale=GROW)
+    check_conservation(trace, result)
+    # Requests that arrived before the new ones were up stay with the first replica: routing is not undone.
+    assert lives(result)[1:] == [(1, 5, 12, 145), (2, 5, 12, 130)]
+    assert facts(result)["device_seconds"] == 204 + 140 + 125
+    assert by_request(result, "finished_s").max() == 204
+
+
+def test_new_replicas_take_what_arrives_after_them():
+    trace = trace_of([(0.5 * i, 4, 4) for i in range(60)])
+    fixed = run(trace, max_num_seqs=1)
+    scaled = run(trace, max_num_seqs=1, autoscale=GROW)
+    assert scaled.summary["duration_s"] < 0.7 * fixed.summary["duration_s"]
+    assert len(set(by_request(scaled, "replica"))) == 3
+
+
+def test_a_pool_grows_when_the_objective_is_missed():
+    trace = trace_of([(0.5 * i, 4, 4) for i in range(60)])
+    result = run(trace, max_num_seqs=1, autoscale={**GROW, "by": "slo", "ttft_s": 3.0})
+    check_conservation(trace, result)
+    assert [life[1] for life in lives(result)] == [0, 5, 10]
+
+
+def test_a_drained_replica_ends_its_requests_first():
+    trace = trace_of([(0, 4, 100), (0, 4, 100)])
+    result = run(trace, replicas=2, autoscale={**GROW, "running_low": 3, "patience_s": 0})
+    assert lives(result) == [(0, 0, 0, None), (1, 0, 0, 100)]
+    assert by_request(result, "finished_s").tolist() == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"maximum": 3}, "--autoscale: unknown key 'maximum'; known keys: pool, least, most"),
+        ({"most": "many"}, "--autoscale, knob most: found 'many', expected int"),
+        ({"least": 2}, "--autoscale: found 1 replicas to start with, expected 2"),
+        ({"pool": 1}, "--autoscale: found pool 1, expected 0 to 0"),
+    ],
+)
+def test_a_wrong_scaling_is_one_clear_line(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        run(trace_of([(0, 4, 4)]), autoscale=scaling)
