@@ -117,6 +117,8 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
     for setting in study.settings:
         if setting.error:
             say(f"{setting.label}: {setting.error}")
+        elif setting.rejected_share:
+            say(f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it and are left out")
     for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
         calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
         say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")

@@ -34,6 +34,7 @@ class SettingCapacity:
     cost_model: str
     calibrated: bool
     measured: int
+    rejected_share: float = 0.0
     draws: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
     error: str = ""
 
@@ -92,6 +93,7 @@ class CapacityStudy:
                     "cost_model": setting.cost_model,
                     "calibrated": setting.calibrated,
                     "measured_per_probe": setting.measured,
+                    "rejected_share": setting.rejected_share,
                     "rates": list(setting.rates),
                     "error": setting.error,
                 }
@@ -191,5 +193,5 @@ def _setting(label: str, values: Values, results: list[Mapping[str, Any]]) -> Se
     return SettingCapacity(
         label, values, rates, Spread.of(rates).half_width + bracket, limits.most_common(1)[0][0], draws[0]["devices"],
         fmean(draw["output_tokens_per_s"] for draw in draws), draws[0]["cost_model"], draws[0]["calibrated"],
-        draws[0]["measured"], tuple(draws),
+        draws[0]["measured"], fmean(draw["rejected"] / draw["measured"] for draw in draws), tuple(draws),
     )  # fmt: skip
