@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from policies.cohort import Cohort
+    from policies.swap import Move
     from policies.track import Track
 
 
@@ -72,6 +73,7 @@ class Batch:
     parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
     that samples a token. grown: (cohort, step, members decoded) for every cohort whose token times this batch extends.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
+    swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
 
     number: int
@@ -84,3 +86,5 @@ class Batch:
     cached_tokens: int
     joins: list[tuple[Track, int]]
     grown: list[tuple[Cohort, int, int]]
+    swap_out: Sequence[Move] = ()
+    swap_in: Sequence[Move] = ()

@@ -20,8 +20,17 @@ class Queues:
     """
 
     __slots__ = (
-        "_by_class", "_chase_chunks", "_chase_decodes", "decode_tokens_promised", "in_flight_batches", "num_running",
-        "parts", "prefill_tokens", "running_by_slo", "waiting",
+        "_by_class",
+        "_chase_chunks",
+        "_chase_decodes",
+        "decode_tokens_promised",
+        "in_flight_batches",
+        "in_host_memory",
+        "num_running",
+        "parts",
+        "prefill_tokens",
+        "running_by_slo",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:
@@ -35,6 +44,7 @@ class Queues:
         self.decode_tokens_promised = 0
         self._chase_chunks = host.chase_chunks or host.chase_decodes
         self._chase_decodes = host.chase_decodes
+        self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
 
@@ -58,6 +68,12 @@ class Queues:
     def partial(self) -> list[Track]:
         """The prompts half done of `running`."""
         return [part for part in self.running if isinstance(part, Track)]
+
+    @property
+    def swapped(self) -> list[Track]:
+        """Those of `waiting` whose KV lies in host memory; admitting one brings it back (`draft.resume`)."""
+        held = self.in_host_memory
+        return [track for track in self.waiting if track.request.id in held] if held else []
 
     @property
     def anybody_decodes(self) -> bool:
