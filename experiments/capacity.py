@@ -29,6 +29,9 @@ QUEUE_DELAY_S = 2.0
 MOST_LOST = 0.01
 """Share of measured requests that may fail or be given up by their clients."""
 
+SPAN_OVER_BOUND = 30
+"""Length of a run over the bound on waiting in it: overload of 1 / 30 and more is always seen."""
+
 MOST_STEPS = 60
 
 
@@ -58,6 +61,16 @@ class Objective:
         if queue_delay_s is not None and not queue_delay_s > 0:
             raise ExperimentError(f"--queue-delay: found {queue_delay_s:g}, expected seconds above 0")
         return cls(slo, attainment, queue_delay_s)
+
+    def span_s(self) -> float:
+        """How long a run has to last so that a queue that never ends breaks a bound before load is a few per cent above
+        capacity: at a load of 1 + x the delay grows by x seconds a second."""
+        from metrics import parse_slo
+
+        waits = [SPAN_OVER_BOUND * bound.bound_s for bound in parse_slo(self.slo) if bound.metric in ("ttft", "e2e")]
+        # A median feels only half of what the last request waits.
+        waits += [2 * SPAN_OVER_BOUND * self.queue_delay_s] if self.queue_delay_s is not None else []
+        return max(waits, default=0.0)
 
     def spoken(self) -> str:
         """As people say it."""
@@ -263,6 +276,14 @@ def search_draw(task: Mapping[str, Any], config: Any, cost: CostModel | None = N
         "probes": [asdict(probe) for probe in bracket.probes],
         **_engine_facts(trace, config, cost),
     }
+
+
+def run_saturated(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The saturated rate of one draw under one setting; plain data in and out, for worker processes."""
+    from experiments.capacity_draws import draw_of
+    from experiments.sweep_point import replay_config
+
+    return {"rate": saturated_rate(draw_of(task["draws"], task["draw"]), replay_config(task))}
 
 
 def _engine_facts(trace: Trace, config: Any, cost: CostModel | None) -> dict[str, Any]:

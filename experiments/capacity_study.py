@@ -10,11 +10,15 @@ from statistics import fmean
 from typing import Any
 
 from experiments.capacity import Objective
+from experiments.capacity_draws import OWN
 from experiments.engines import Engine, ThisProcess
 from experiments.errors import ExperimentError
 from experiments.sweep_space import SweepSpec, Values, enumerate_points, task_of
 
 CONFIDENCE = 0.95
+
+MOST_REQUESTS = 20_000
+"""Of a draw that is made longer."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,15 @@ def find_capacities(
 ) -> CapacityStudy:
     """The capacity of every combination of `axes` on top of `base` (names as in a sweep), over `count` draws.
 
-    draws: a plan of experiments.capacity_draws.draw_plan. The first draw of each setting searches from afar, the
-    others from what it found. Raises ExperimentError if no setting can be run at all.
+    draws: a plan of experiments.capacity_draws.draw_plan; draws get longer where a run would otherwise be too short to
+    tell a long queue from an endless one (not pieces of a trace, which are as long as they are). The first draw of each
+    setting searches from afar, the others from what it found. Raises ExperimentError if no setting can be run at all.
     """
     if not 1e-4 <= tolerance <= 0.5:
         raise ExperimentError(f"--tolerance: found {tolerance:g}, expected 0.0001 to 0.5")
     engine = engine or ThisProcess()
     settings = combinations(axes, base)
+    draws = _long_enough([task for _, _, task in settings], draws, objective, engine)
     tasks = [
         {**task, "kind": "capacity", "draws": dict(draws), "objective": asdict(objective), "tolerance": tolerance}
         for _, _, task in settings
@@ -161,6 +167,27 @@ def find_capacities(
     if all(setting.error for setting in found):
         raise ExperimentError(found[0].error)
     return CapacityStudy(objective, draws, tolerance, found)
+
+
+def _long_enough(
+    tasks: list[dict[str, Any]], draws: Mapping[str, Any], objective: Objective, engine: Engine
+) -> Mapping[str, Any]:
+    """The same plan with as many requests as the fastest setting serves in the objective's span."""
+    if draws["arrivals"] == OWN:
+        return draws
+    short = {**draws, "requests": min(draws["requests"], 200)}
+    if "file" not in draws["workload"]:
+        short["workload"] = {**draws["workload"], "requests": short["requests"]}
+    probes = {number: {**task, "kind": "saturated", "draws": short, "draw": 0} for number, task in enumerate(tasks)}
+    rates = [done["result"]["rate"] for _, done in engine.run(probes) if done["status"] == "ok"]
+    # A short burst fills and drains for much of its time, so it understates the rate.
+    needed = min(MOST_REQUESTS, math.ceil(1.25 * max(rates, default=0.0) * objective.span_s()))
+    if needed <= draws["requests"]:
+        return draws
+    longer = {**draws, "requests": needed}
+    if "file" not in draws["workload"]:
+        longer["workload"] = {**draws["workload"], "requests": needed}
+    return longer
 
 
 def combinations(axes: Mapping[str, Sequence[Any]], base: Values) -> list[tuple[str, Values, dict[str, Any]]]:

@@ -46,8 +46,9 @@ def run(quick: bool) -> Result:
     tails = {name: at[name, busy]["tbt_s_p99"] for name in SYSTEMS}
     chunks = [tails[f"chunked {size}"] for size in (256, 512, 1024)]
     checks = [
-        Check(f"at {busy} requests/s chunks keep the P99 gap to {1e3 * min(chunks):.0f} to {1e3 * max(chunks):.0f} ms, "
-              f"prefill priority to {1e3 * tails['prefill_priority']:.0f} ms", tails["prefill_priority"] > 2 * max(chunks)),
+        Check(f"at {busy} requests/s chunks keep the P99 gap within {1e3 * max(chunks):.0f} ms, "
+              f"prefill priority to {1e3 * tails['prefill_priority']:.0f} ms",
+              tails["prefill_priority"] > 2 * max(chunks)),
         Check("the smaller the chunk, the shorter the tail", chunks == sorted(chunks)),
         Check("mixing whole prompts into decode batches (orca) leaves a tail as long as the prompts",
               tails["orca"] > max(chunks)),
