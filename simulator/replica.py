@@ -94,12 +94,15 @@ class Replica:
 
     # Requests come and go
 
-    def submit(self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False) -> Track:
-        """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
+    def submit(
+        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False,
+        computed: int = 0,
+    ) -> Track:
+        """Queue a request now. produced, hands_over, computed: as `Scheduler.add` takes them."""
         self.settle()
         track = self.scheduler.add(
-            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over
-        )
+            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
+        )  # fmt: skip
         if track.status == "rejected":
             self._end(track)
         else:
