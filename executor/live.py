@@ -18,7 +18,7 @@ from executor.conversation import Conversations, keeps_history
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
-from executor.memory import MeasuredCosts, make_admission, make_host_cache, make_swap
+from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
@@ -94,8 +94,9 @@ def replay_live(
     from metrics import Recorder
 
     recorder = Recorder()
-    cache = loaded.new_cache(scheduler.ledger.total_blocks, config.block_size)
     rows = min(scheduler.max_num_seqs, len(trace), 256)
+    most_tokens = min(scheduler.token_budget, int(trace.prompt_tokens.sum()))
+    cache = make_cache(config, loaded, scheduler.ledger.total_blocks, rows, most_tokens)
     runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
     runner.host = make_host_cache(scheduler.swap, cache)
     names.texts = runner.texts
@@ -386,6 +387,7 @@ def _run_config(
 
 def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
+    facts["kv_pool_bytes"] = runner.cache.num_bytes
     if runner.host is not None:
         times = runner.host.times
         facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9

@@ -16,6 +16,7 @@ BACKENDS: dict[str, str] = {
     "native": "executor.attention.native:NativeAttention",
     "sdpa": "executor.attention.sdpa:SdpaAttention",
     "reference": "executor.attention.reference:ReferenceAttention",
+    "reading": "executor.attention.reading:ReadingAttention",
 }
 """Name -> where its class lives, fastest first: the order in which `auto` tries them."""
 
