@@ -383,15 +383,16 @@ def _print_run(run: Any, out: Path | None, as_json: bool) -> None:
 
 
 class _Progress:
-    """A progress bar on a terminal's stderr, nothing elsewhere."""
+    """A progress bar on a terminal's stderr; elsewhere one line there when serving begins."""
 
     def __init__(self, quiet: bool) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._quiet = quiet or not sys.stderr.isatty()
+        self._quiet = quiet
+        self._lines = not sys.stderr.isatty()
 
     def __enter__(self) -> _Progress:
-        if not self._quiet:
+        if not self._quiet and not self._lines:
             from rich.console import Console
             from rich.progress import Progress
 
@@ -401,6 +402,8 @@ class _Progress:
         return self
 
     def update(self, ended: int, total: int) -> None:
+        if not self._quiet and self._lines and ended == 0:
+            print(f"serving {total} requests", file=sys.stderr, flush=True)
         if self._bar is not None:
             self._bar.update(self._task, completed=ended, total=total)
 
