@@ -12,7 +12,7 @@ from executor.loading import Loaded
 from executor.swap import HostCache
 from policies.admission import AdmissionControl, Ladder
 from policies.swap import HostMemory, Swap, SwapCosts
-from profiler.kv_compression import CODINGS, Compression
+from profiler.kv_compression import Compression
 
 GIB, MIB = 2**30, 2**20
 
@@ -60,12 +60,9 @@ def compression_of(config: LiveConfig) -> Compression | None:
     text = config.kv_compression
     if text is None:
         return None
-    coding = text.rstrip("0123456789")
-    if coding not in CODINGS or not text[len(coding) :]:
-        raise ExecutorError(f"--kv-compression: found {text!r}, expected a coding and its bits, as kivi4 or delta8")
     if config.ahead or config.preemption != "recompute" or (config.ladder and "offload" in config.ladder):
         raise ExecutorError("--kv-compression: found --async or swapping beside it, expected neither")
-    return Compression(coding, int(text[len(coding) :]), config.block_size, config.kv_window)
+    return Compression.parse(text, config.block_size, config.kv_window)
 
 
 def make_cache(config: LiveConfig, loaded: Loaded, blocks: int, rows: int, most_tokens: int) -> KVCache:

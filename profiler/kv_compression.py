@@ -35,6 +35,14 @@ class Compression:
         if self.group < 2 or self.window < 0:
             raise ProfileError("compression: expected groups of at least 2 tokens and a window of at least 0")
 
+    @classmethod
+    def parse(cls, text: str, group: int, window: int) -> Compression:
+        """`kivi4` or `delta8`: a coding and its bits."""
+        coding = text.rstrip("0123456789")
+        if coding not in CODINGS or not text[len(coding) :]:
+            raise ProfileError(f"--kv-compression: found {text!r}, expected a coding and its bits, as kivi4 or delta8")
+        return cls(coding, int(text[len(coding) :]), group, window)
+
     def group_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Bytes of one packed group in one layer, keys and values together."""
         if self.coding == "delta":

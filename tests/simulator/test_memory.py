@@ -195,3 +195,12 @@ def test_clients_that_give_up_during_a_fetch_and_hosts_that_die_lose_nobody():
     ).summary  # fmt: skip
     assert summary["finished"] + summary["aborted"] + summary["failed"] == 30
     assert summary["aborted"] > 0
+
+
+def test_packed_keys_and_values_make_room_for_more_requests():
+    """Requests of 4128 tokens, 4000 of them old: 125 groups of 32 in 4736 instead of 16384 bytes a head and layer."""
+    trace = trace_of([(0, 4000, 128)])
+    plain, packed = (
+        run(trace, kv_compression=kind, block_size=32, policy="chunked").config["num_blocks"] for kind in (None, "kivi4")
+    )
+    assert packed == int(plain * 4128 * 16384 / (4000 * 4736 + 128 * 16384))
