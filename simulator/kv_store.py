@@ -3,8 +3,8 @@
 Each replica's host gives memory for entries of one prefix hash each. A replica that ends a request leaves the prompt's
 entries in its own host; one that gets a request fetches the longest prefix that the store has and its own device cache
 has not, if that takes less time than computing it. Entries of other hosts cross both NICs, which transfers share
-fairly; entries of its own host come over the host link. From there they go to the device layer by layer, behind the network.
-The request is queued when its prefix is there. Least recently used entries go first. (Mooncake, FAST 2025.)
+fairly; entries of its own host come over the host link. From there they go to the device layer by layer, behind the
+network. The request is queued when its prefix is there. Least recently used entries go first. (Mooncake, FAST 2025.)
 """
 
 from __future__ import annotations
