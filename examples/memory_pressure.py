@@ -75,8 +75,9 @@ def draw(path: Path) -> list[dict[str, Any]]:
             at_s, until_s = (tables.column("iterations", f"{when}_s") for when in ("planned", "end"))
             edges = np.arange(0, until_s.max() + 10, 10)
             held, total = (np.histogram(at_s, edges, weights=(until_s - at_s) * part)[0] for part in (used, 1))
-            use.stairs(np.divide(held, total, out=np.zeros_like(held), where=total > 0), edges, label=label, lw=1)
-        use.set(xlabel="time (s)", ylabel="KV blocks in use", ylim=(0, 1.5), yticks=(0, 0.25, 0.5, 0.75, 1), xlim=(0, None))
+            mean = np.divide(held, total, out=np.zeros_like(held), where=total > 0)
+            use.stairs(mean, edges, label=label, lw=1)
+        use.set(xlabel="time (s)", ylabel="KV blocks in use", ylim=(0, 1.5), yticks=(0, 0.5, 1), xlim=(0, None))
         use.legend(loc="upper right")
         names = list(runs)
         places = np.arange(len(names))[::-1]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from executor.block_names import TextNames
+from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
 from executor.conversation import Conversations, keeps_history
 from executor.engine import LiveEngine, Outcome
@@ -238,7 +239,9 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
     from executor.step import Step
 
     size = runner.cache.block_size
-    tokens = max(1, min(tokens, (runner.cache.blocks - 1) * size, runner.loaded.max_tokens))
+    packed = runner.cache if isinstance(runner.cache, CompressedKVCache) else None
+    room = (packed.full_blocks if packed is not None else runner.cache.blocks) - 1
+    tokens = max(1, min(tokens, room * size, runner.loaded.max_tokens))
     span = np.arange(tokens, dtype=np.int32)
     zero = np.zeros(1, np.int32)
     none = np.empty(0, np.int32)
@@ -266,6 +269,8 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
         if runner.cache.device.type == "cuda":
             torch.cuda.synchronize(runner.cache.device)
         best = min(best, (time.perf_counter_ns() - started) / tokens)
+    if packed is not None:
+        packed.drop(list(range(packed.blocks)))
     return best
 
 

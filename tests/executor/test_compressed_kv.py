@@ -137,3 +137,16 @@ def test_mistakes_are_named() -> None:
         Compression("zip")
     with pytest.raises(ProfileError, match="found 3 bits"):
         Compression("kivi", 3)
+
+
+def test_packed_runs_climb_the_ladder_too() -> None:
+    from executor.config import LiveConfig
+    from executor.live import replay_live
+
+    loaded = load_model(SPEC, device="cpu", dtype="float32", kernels="torch", attention="reading", seed=5)
+    config = LiveConfig(
+        policy="chunked", knobs={"chunk_size": 32}, as_fast_as_possible=True, block_size=8, num_blocks=16,
+        watermark=0.0, kv_compression="kivi8", kv_window=16, max_num_seqs=3, token_budget=64, ladder="preempt,plain",
+    )  # fmt: skip
+    run = replay_live(small_trace(LENGTHS), config, loaded=loaded)
+    assert set(run.tables.column("requests", "status")) == {"finished"}
