@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -65,14 +64,21 @@ class Decodes(NamedTuple):
     context_max: int
 
 
-@dataclass(slots=True)
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
 
+    The draft that a policy wrote on becomes the batch, so it is made by `policies.draft.Draft`.
+
     parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
-    that samples a token. grown: (cohort, step, members decoded) for every cohort whose token times this batch extends.
+    that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
+    with this batch stands there with size 0.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
     """
+
+    __slots__ = (
+        "cached_tokens", "chunks", "grown", "joins", "new_blocks", "number", "parts", "planned_ns", "preempted",
+        "shape",
+    )  # fmt: skip
 
     number: int
     planned_ns: int
@@ -83,4 +89,4 @@ class Batch:
     new_blocks: Sequence[tuple[int, int, int]]
     cached_tokens: int
     joins: list[tuple[Track, int]]
-    grown: list[tuple[Cohort, int, int]]
+    grown: list[Decodes]

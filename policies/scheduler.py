@@ -214,21 +214,17 @@ class Scheduler:
             return None
         return self._commit(draft)
 
-    def _commit(self, draft: Draft) -> Batch:
-        number = self._batches
+    def _commit(self, batch: Draft) -> Batch:
+        """The draft is the batch now."""
+        batch.number = number = self._batches
         self._batches = number + 1
         queues = self.queues
         queues.in_flight_batches += 1
-        shape = draft.shape
-        queues.decode_tokens_promised -= shape.sampled
+        batch.shape = shape = batch._shape_so_far()
+        queues.decode_tokens_promised -= shape[5]
         ledger = self.ledger
-        chunks = draft.chunks
-        grown = [(part.cohort, part.step, part.size) for part in draft.parts if part.__class__ is Decodes]
-        batch = Batch(
-            number, draft.now_ns, draft.parts, chunks, shape, draft.preempted,
-            ledger.take_new_blocks() if ledger.by_id else (), draft.cached_tokens, [], grown,
-        )  # fmt: skip
-        for chunk in chunks:
+        batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
+        for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
         return batch
@@ -238,40 +234,51 @@ class Scheduler:
 
         stopped: ids of requests whose token in this batch ended them (a stop token was sampled).
         """
-        self.queues.in_flight_batches -= 1
         gaps: list[tuple[Ns, int]] = []
-        finished: list[Track] = []
         first_tokens: list[Track] = []
-        for chunk in batch.chunks:
-            chunk[0].chunks_in_flight -= 1
-        for cohort, step, received in batch.grown:
+        for cohort, step, received, _, _ in batch.grown:
             if cohort.lost:
-                received -= cohort.lost.pop(step, 0)
+                received -= cohort.lost.get(step, 0)
             if received:
                 gaps.append((now_ns - cohort.times[-1], received))
-            assert len(cohort.times) == step, "batches complete in plan order"
-            if cohort.complete(now_ns):
-                finished.extend(cohort.ending())
-            if cohort.closing:
-                finished.extend(cohort.closing.pop(step + 1, ()))
         for track, epoch in batch.joins:
             if track.epoch != epoch:
                 continue
             if track.first_token_ns < 0:
-                track.first_token_ns = now_ns
                 first_tokens.append(track)
             else:
                 gaps.append((now_ns - track.last_token_ns, 1))
-        if stopped:
-            for request_id in stopped:
-                ended = self.tracks.get(request_id)
-                if ended is not None and ended not in finished:
-                    finished.append(ended)
+        return Outcome(first_tokens, list(self.deliver(batch, now_ns, stopped)), gaps)
+
+    def deliver(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Sequence[Track]:
+        """`complete` for whoever reads token times off the cohorts afterwards: returns those who have finished."""
+        queues = self.queues
+        queues.in_flight_batches -= 1
+        for chunk in batch.chunks:
+            chunk[0].chunks_in_flight -= 1
+        finished: Sequence[Track] = ()
+        grown = batch.grown
+        for part in grown:
+            cohort, step = part[0], part[1]
+            assert len(cohort.times) == step, "batches complete in plan order"
+            if cohort.lost:
+                cohort.lost.pop(step, 0)
+            if cohort.complete(now_ns):
+                finished = [*finished, *cohort.ending()]
+            if cohort.closing:
+                finished = [*finished, *cohort.closing.pop(step + 1, ())]
+        for track, epoch in batch.joins:
+            if track.epoch == epoch and track.first_token_ns < 0:
+                track.first_token_ns = now_ns
+        for request_id in stopped:
+            ended = self.tracks.get(request_id)
+            if ended is not None and ended not in finished:
+                finished = [*finished, ended]
         for track in finished:
             self._finish(track, now_ns)
-        if len(batch.grown) > 1:
-            self._merge([cohort for cohort, _, _ in batch.grown])
-        return Outcome(first_tokens, finished, gaps)
+        if len(grown) > 1:
+            self._merge([part[0] for part in grown])
+        return finished
 
     # Equal iterations
 
@@ -279,9 +286,9 @@ class Scheduler:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        if batch.preempted or batch.shape.dummy_tokens or self.alarm_ns is not None or self._only_now:
+        if batch.preempted or batch.shape[4] or self.alarm_ns is not None or self._only_now:
             return 0
-        cohort, _, size = batch.grown[0]
+        cohort, _, size, _, _ = batch.grown[0]
         if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
             return 0
         steps = cohort.steps_to_next_end()
@@ -294,9 +301,7 @@ class Scheduler:
         in flight. Returns the KV blocks that each of these plans took.
         """
         steps = len(ends_ns)
-        cohort, step, size = batch.grown[0]
-        part = batch.parts[0]
-        assert isinstance(part, Decodes)
+        cohort, step, size, total, longest = batch.grown[0]
         ledger = self.ledger
         taken = cohort.plan_steps(steps, ledger)
         cohort.times.extend(ends_ns)
@@ -304,10 +309,12 @@ class Scheduler:
         self._batches += steps
         batch.planned_ns = ends_ns[-1]
         batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
-        total, deepest = part.context_total + steps * size, part.context_max + steps
-        batch.parts = [Decodes(cohort, step + steps, size, total, deepest)]
-        batch.grown = [(cohort, step + steps, size)]
-        batch.shape = BatchShape((), size, total, deepest, 0, size)
+        total += steps * size
+        longest += steps
+        part = Decodes(cohort, step + steps, size, total, longest)
+        batch.parts = [part]
+        batch.grown = [part]
+        batch.shape = BatchShape((), size, total, longest, 0, size)
         self.queues.decode_tokens_promised -= steps * size
         return taken
 
@@ -424,7 +431,7 @@ class Scheduler:
             cohort = self._new_cohort()
             cohort.planned = 1
             parts[at] = cohort
-            grown.append((cohort, 0, 0))
+            grown.append(Decodes(cohort, 0, 0, 0, 0))
         else:
             del parts[at]
         cohort.join(track, cohort.planned - 1, cohort.planned)

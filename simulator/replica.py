@@ -310,7 +310,7 @@ class Replica:
         free_blocks = scheduler.ledger.free_blocks
         if done:
             shape, first_number = batch.shape, batch.number
-            cohort, first_step, size = batch.grown[0]
+            cohort, first_step, size, _, _ = batch.grown[0]
             last_shape = shape._replace(
                 decode_context_total=shape.decode_context_total + (done - 1) * size,
                 decode_context_max=shape.decode_context_max + done - 1,
@@ -365,14 +365,14 @@ class Replica:
         """Deliver the oldest flight, now."""
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
-        outcome = scheduler.complete(batch, end)
+        finished = scheduler.deliver(batch, end)
         self.busy_ns += device
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape = batch.shape
         chunks: list[int] = []
         for track, tokens, prefix, samples in batch.chunks:
             chunks += (track.request.id, tokens, prefix, samples)
         cohorts: list[int] = []
-        for cohort, step, size in batch.grown:
+        for cohort, step, size, _, _ in batch.grown:
             if size:
                 cohorts += (cohort.number, step, size)
         self.recorder.row(
@@ -384,7 +384,7 @@ class Replica:
             ),
             chunks, cohorts, [time for stage in stages for time in stage],
         )  # fmt: skip
-        for track in outcome.finished:
+        for track in finished:
             self._end(track)
         self._record_retired()
 
