@@ -185,10 +185,11 @@ class LiveEngine:
         scheduler, flights, outcome = self.scheduler, self._flights, self.outcome
         depth = scheduler.depth
         while self.arrivals.outstanding and not outcome.stopped_by:
-            self._admit()
+            # Who has arrived by the moment of a plan, and nobody else, is known to it: so a run can be planned again.
+            now = self._admit()
             stuck = False
             while len(flights) < depth:
-                batch = scheduler.plan(self.now_ns())
+                batch = scheduler.plan(now)
                 if batch is None:
                     stuck = not flights
                     break
@@ -200,15 +201,16 @@ class LiveEngine:
         while flights:
             self._complete(flights.popleft())
 
-    def _admit(self) -> None:
+    def _admit(self) -> Ns:
+        """Take in what has arrived by now, and say when that was."""
         now = self.now_ns()
         while self._give_up and self._give_up[0][0] <= now:
             _, row = heappop(self._give_up)
             self._withdraw([row], "client gave up waiting", "aborted")
-        if self.arrivals.next_ns > now:
-            return
-        for at, row in self.arrivals.due(now):
-            self._arrive(at, row)
+        if self.arrivals.next_ns <= now:
+            for at, row in self.arrivals.due(now):
+                self._arrive(at, row)
+        return now
 
     def _arrive(self, at_ns: Ns, row: int) -> None:
         trace = self.trace

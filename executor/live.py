@@ -19,12 +19,13 @@ from executor.loading import Loaded, load_model
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner
 from executor.sampler import Sampling
-from policies import Policy, Scheduler, knobs_of, make_policy, make_scheduler
+from policies import BatchShape, Ns, Policy, Scheduler, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
     from metrics import RunTables
+    from profiler.cost_model import CostModel
 
 PACKAGES = ("charioteer", "torch", "numpy", "safetensors", "tokenizers", "pyarrow")
 
@@ -58,12 +59,14 @@ def replay_live(
     progress: Callable[[int, int], None] | None = None,
     on_token: Callable[[int, int], None] | None = None,
     stop_ids: tuple[int, ...] = (),
+    cost: CostModel | None = None,
     **options: Any,
 ) -> LiveRun:
     """Serve `trace` with a real model under one policy.
 
     options: fields of `LiveConfig`; a name that is none of them has to be a knob of the policy. loaded: a model that
-    is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids.
+    is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids. cost: what
+    iterations of this engine are expected to take, for policies that plan by time.
 
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
@@ -79,7 +82,7 @@ def replay_live(
     if loaded is None:
         loaded = load_for(config, longest)
     max_model_len = min(longest, loaded.max_tokens)
-    scheduler = _scheduler(policy, config, loaded, trace, max_model_len)
+    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost)
     if config.poison and getattr(policy, "prefix_caching", False):
         raise ExecutorError("--poison: freed blocks of a prefix cache may be read again; switch one of them off")
     from metrics import Recorder
@@ -101,6 +104,7 @@ def replay_live(
         at_once=config.as_fast_as_possible,
         progress=progress,
         on_token=on_token,
+        inside=None if cost is None else cost.inside,
     )
     _warm_up(runner)
     gc.collect()
@@ -137,7 +141,10 @@ def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
     return replace(config, **fields)
 
 
-def _scheduler(policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> Scheduler:
+def _scheduler(
+    policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int, cost: CostModel | None
+) -> Scheduler:
+    known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
         num_blocks=config.num_blocks or _default_blocks(config, loaded, trace, max_model_len),
@@ -148,7 +155,18 @@ def _scheduler(policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace,
         watermark=config.watermark,
         by_id=True,
         ahead=config.ahead or None,
+        **known,
     )
+
+
+def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
+    """Predicted duration of one iteration, host and device."""
+
+    def estimate_ns(shape: BatchShape) -> Ns:
+        before, after = cost.host_ns(shape)
+        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
+
+    return estimate_ns
 
 
 def _default_blocks(config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> int:

@@ -1,9 +1,10 @@
 """Requests whose KV cache moves between two engines: prompts computed here for another, answers begun elsewhere.
 
 On the engine that computes the prompt a request added with `hands_over` ends with its first token, but keeps its
-blocks until they have been read (`release`). On the engine that decodes, a request is expected (`receive`), takes its blocks
-as soon as there is room (`reserve`), and joins the queue once its KV has arrived (`arrive`); it then lacks one token, as
-any decode does. Blocks that wait in the queue may be taken back if nothing else could run: KV is recomputed then.
+blocks until they have been read (`release`). On the engine that decodes, a request is expected (`receive`), takes its
+blocks as soon as there is room (`reserve`), and joins the queue once its KV has arrived (`arrive`); it then lacks one
+token, as any decode does. Blocks that wait in the queue may be taken back if nothing else could run: KV is recomputed
+then.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Track:
     __slots__ = (
         "admitted_ns", "base", "blocks", "cached_total", "chunks_in_flight", "closing", "cohort", "computed",
         "decodes_from", "ends_after", "epoch", "finished_ns", "first_token_ns", "hands_over", "last_token_ns",
-        "limit_after", "order", "own_context", "own_known", "preemptions", "produced", "reason", "request", "segment_start", "segments",
-        "status", "table",
+        "limit_after", "order", "own_context", "own_known", "preemptions", "produced", "reason", "request",
+        "segment_start", "segments", "status", "table",
     )  # fmt: skip
 
     def __init__(self, request: Request, ends_after: int, computed: int = 0, produced: int = 0) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from profiler.errors import ProfileError
+
+if TYPE_CHECKING:
+    from profiler.profile import Profile
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +48,9 @@ def fit_command(
     from profiler.profile import read_profile
 
     table = read_profile(profile)
+    if (table.table["operator"] == "iteration").any():
+        _fit_whole_iterations(table, out)
+        return
     device = str(table.table["device"].iloc[0])
     try:
         hardware = load_hardware(gpu or gpu_name(device))
@@ -53,6 +59,19 @@ def fit_command(
     fit = fit_device(table, hardware)
     write_model(fit, out)
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {len(fit.attention)} attention layouts")
+
+
+def _fit_whole_iterations(profile: Profile, out: Path) -> None:
+    from profiler.fit_iterations import fit_iterations
+    from profiler.iteration_model import write_fit
+
+    fit = fit_iterations(profile)
+    write_fit(fit, out)
+    errors = fit.errors
+    print(
+        f"{out}: {fit.model} on {fit.device}, {errors['shapes']:.0f} shapes; held-out structures: median error "
+        f"{errors['held_out_median']:.1%}, P95 {errors['held_out_p95']:.1%}"
+    )
 
 
 def gpu_name(device: str) -> str:

@@ -51,10 +51,14 @@ COUNT_COLUMNS = (
     "decodes",
     "decode_context_total",
     "decode_context_max",
+    "dummy_tokens",
+    "sampled",
     "bytes",
     "repeats",
+    "outlier",
 )
 TIME_COLUMNS = ("median_s", "min_s", "max_s")
+LAPSE_COLUMNS = ("host_before_s", "host_after_s", "cpu_s", "at_s")
 COLUMNS = (
     "device",
     "model",
@@ -72,16 +76,23 @@ COLUMNS = (
     "decodes",
     "decode_context_total",
     "decode_context_max",
+    "dummy_tokens",
+    "sampled",
     "bytes",
     "repeats",
+    "outlier",
     *TIME_COLUMNS,
+    *LAPSE_COLUMNS,
 )
 """Columns in file order.
 
 rows: rows of the operator's input (tokens, or sampled rows for head and sampler). n, k: width out and in of a GEMM, of
 a norm or activation (n elements read a row). chunks: prefill chunks as text, see `chunk_text`. decode_context_*:
-contexts before the step, as in `BatchShape`. bytes: message size of all_reduce and send. repeats: measurements behind
-the row, 0 where unknown. min_s, max_s: NaN where unknown. A shape column that does not apply is 0, a text column empty.
+contexts before the step; dummy_tokens, sampled: as in `BatchShape`. bytes: message size of all_reduce and send.
+repeats: measurements behind the row, 0 where unknown. outlier: 1 where the measurer's rule says that something
+disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s and host_after_s (median_s is the
+device's part alone), cpu_s (processor time of the whole of it) and at_s (when, since measuring began); NaN where
+unknown. A shape column that does not apply is 0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d+):(\d+)(?:x(\d+))?\Z")
@@ -170,6 +181,11 @@ def make_profile(table: pd.DataFrame, provenance: Mapping[str, Any], where: str 
         blank = pd.isna(table[column]).to_numpy() & (column != "median_s")
         _reject(where, table, column, ~(blank | ((values > 0) & (values < 1e6))), "seconds above 0")
         table[column] = values
+    for column in LAPSE_COLUMNS:
+        lapses = pd.to_numeric(table[column], errors="coerce").to_numpy(float) if column in table else np.nan
+        table[column] = lapses
+        bad = (table[column] < 0) | (table[column] >= 1e6)
+        _reject(where, table, column, bad.to_numpy(), "seconds, 0 or more")
     _reject(where, table, "operator", ~table["operator"].isin(OPERATORS).to_numpy(), f"one of {', '.join(OPERATORS)}")
     _reject(where, table, "min_s", (table["min_s"] > table["median_s"] * (1 + 1e-9)).to_numpy(), "at most median_s")
     _reject(where, table, "max_s", (table["max_s"] < table["median_s"] * (1 - 1e-9)).to_numpy(), "at least median_s")

@@ -1,0 +1,164 @@
+"""Planned batches as they would be served: the scheduler, loop and runner of a live run, a script for a policy.
+
+A point is set up without computing its past: its requests say that their keys and values are here already (the pool is
+filled with small random numbers once), join in one step, decode once, and then the step that the plan asks for is run,
+as warm as a step in the middle of a run. What is noted of it is what a live run notes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from executor.engine import Flight, LiveEngine
+from executor.errors import ExecutorError
+from executor.loading import Loaded
+from executor.runner import Result, Runner, Text
+from executor.sampler import GREEDY
+from metrics import Recorder
+from policies import BatchShape, Ns, Policy, Request, make_scheduler
+from profiler.plan import Point
+from workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from policies.draft import Draft
+    from policies.host import Host
+    from policies.ledger import KVView
+    from policies.queues import Queues
+
+WARM_STEPS = 1
+
+
+class Timing(NamedTuple):
+    """One measured iteration, ns; as `LiveEngine` records it."""
+
+    shape: BatchShape
+    before_ns: Ns
+    device_ns: Ns
+    after_ns: Ns
+    cpu_ns: int
+    wall_ns: Ns
+
+
+@dataclass(frozen=True)
+class Scripted(Policy):
+    """Decodes everybody and admits exactly whom the script names. Not a policy to serve with."""
+
+    repeats: ClassVar[bool] = False
+    wanted: dict[int, int] = field(default_factory=dict)
+
+    def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
+        draft.decode_all()
+        for track in list(queues.waiting):
+            tokens = self.wanted.get(track.request.id, 0)
+            if tokens:
+                draft.admit(track, tokens)
+
+
+class BatchRig(LiveEngine):
+    """A live engine without arrivals: it serves one planned batch at a time."""
+
+    def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
+        self._script: dict[int, int] = {}
+        if longest > loaded.max_tokens:
+            raise ExecutorError(
+                f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
+                f"plan with --max-model-len {loaded.max_tokens}"
+            )
+        longest = min(longest + WARM_STEPS + 4, loaded.max_tokens)
+        # A block more for every request: contexts do not fill their last one.
+        blocks = most_tokens // block_size + 4096
+        room = -(-longest // block_size)
+        scheduler = make_scheduler(
+            Scripted(wanted=self._script), num_blocks=max(blocks, room), block_size=block_size, max_model_len=longest,
+            by_id=True,
+        )  # fmt: skip
+        cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
+        generator = torch.Generator(device=cache.pool.device).manual_seed(seed)
+        cache.pool.normal_(0.0, 0.5, generator=generator)
+        runner = Runner(loaded, cache, scheduler.ledger, longest, rows=256)
+        super().__init__(
+            scheduler,
+            runner,
+            Recorder(),
+            _no_arrivals(),
+            lambda row: np.zeros(1, np.int64),
+            sampling=lambda row: GREEDY,
+        )
+        self._rng = np.random.default_rng(seed)
+        self._vocab = loaded.spec.vocab
+        self._next_request = 0
+        self._origin = time.perf_counter_ns()
+        self._timing: Timing | None = None
+
+    def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
+        """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
+        most = self.scheduler.max_model_len - WARM_STEPS - 3
+        decodes = [self._enter(max(1, min(context, most) - WARM_STEPS), 1, 1 << 12) for context in point.contexts]
+        try:
+            if decodes:
+                self._step(dict.fromkeys(decodes, 1))
+                for _ in range(WARM_STEPS):
+                    self._step({})
+            sampling = point.shape.sampled - point.shape.decodes
+            chunks = {}
+            for number, (tokens, prefix) in enumerate(point.shape.chunks):
+                # A chunk that samples ends its prompt; any other leaves one token of it.
+                rest = 0 if number < sampling else 1
+                prefix = min(prefix, most - tokens)
+                chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
+            if before_step is not None:
+                before_step()
+            return self._step(chunks)
+        finally:
+            self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
+            for cohort in self.scheduler.take_retired():
+                self.recorder.cohort_times(0, cohort.number, cohort.times)
+            self._idle = True
+
+    def _enter(self, prompt: int, lacking: int, most_output: int) -> int:
+        """Queue a request of which all but `lacking` prompt tokens are computed; returns its id."""
+        number = self._next_request
+        self._next_request += 1
+        request = Request(number, self.now_ns(), prompt, min(most_output, self.scheduler.max_model_len - prompt))
+        track = self.scheduler.add(request, request.arrival_ns, computed=max(0, prompt - lacking))
+        if track.status == "rejected":
+            raise ExecutorError(f"a planned batch cannot be set up: {track.reason}")
+        ids = self._rng.integers(0, self._vocab, prompt)
+        self.runner.texts[number] = Text.of(ids, request.max_output_tokens, GREEDY, ())
+        return number
+
+    def _step(self, wanted: Mapping[int, int]) -> Timing:
+        self._script.clear()
+        self._script.update(wanted)
+        batch = self.scheduler.plan(self._admit())
+        if batch is None:
+            raise ExecutorError("a planned batch cannot be set up: nothing was granted")
+        self._launch(batch, None)
+        self._complete(self._flights.popleft())
+        assert self._timing is not None
+        return self._timing
+
+    def _record(self, flight: Flight, result: Result, now: Ns) -> None:
+        since, cpu_since = self._since_ns, self._cpu_since_ns
+        super()._record(flight, result, now)
+        start, end = result.start_ns - self._origin, result.end_ns - self._origin
+        self._timing = Timing(
+            flight.prepared.batch.shape, max(0, start - since), end - start, now - end, self._cpu_since_ns - cpu_since,
+            now - since,
+        )  # fmt: skip
+
+
+def probe(rig: BatchRig, points: Sequence[Point], repeats: int) -> list[Timing]:
+    """Each point `repeats` times, interleaved: what drift is told by."""
+    return [rig.measure(point) for _ in range(repeats) for point in points]
+
+
+def _no_arrivals() -> Trace:
+    none = np.zeros(0, np.int64)
+    return Trace("nothing", none, none, none, none)

@@ -1,0 +1,369 @@
+"""The cost model fitted from whole iterations: what a step costs by its rows, its attention and its samples.
+
+Every term is an amount that the shape gives (rows, query-key pairs, contexts, sampled rows) times a price that was
+fitted, rounded to whole nanoseconds by itself, so that terms add up exactly and the scalar and vector forms agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.batch import BatchShape
+from policies.request import Ns
+from profiler.errors import ProfileError
+from profiler.shapes import ShapeColumns, attended_pairs
+
+Column = NDArray[np.int64]
+Array = NDArray[np.float64]
+
+FORMAT = "charioteer fitted iterations"
+VERSION = 1
+MAX_BYTES = 8 << 20
+MAX_ROWS = 1 << 20
+
+AMOUNTS = (
+    "steps", "sampled", "chunks", "chunk_pairs", "chunk_context", "decodes", "decode_context", "decode_context_max",
+    "mixed",
+)  # fmt: skip
+"""What a shape is charged for beside its rows. steps: 1. chunk_pairs: query-key pairs of all chunks. chunk_context:
+prefix + tokens of every chunk, added up. decode_context: contexts of all decodes. mixed: 1 with chunks and decodes."""
+
+ROW_TERMS = tuple(
+    [("rows", 0)]
+    + [("most", size) for size in (2, 4, 8, 16, 32, 64, 128, 256)]
+    + [("over", size) for size in (8, 16, 32, 64, 128, 256, 512, 1024)]
+    + [("tiles", size) for size in (8, 16, 64, 128)]
+)
+"""How time may grow with rows: all of them; up to a size alone (it flattens); beyond a size (it steepens, where weights
+stop being what is waited for); whole tiles of a size."""
+
+HOST_AMOUNTS = ("steps", "chunks", "decodes", "chunk_tokens")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The measured region: largest value of each, over all measured shapes."""
+
+    rows: int
+    sampled: int
+    chunks: int
+    tokens: int
+    prefix: int
+    decodes: int
+    context: int
+    context_total: int
+
+
+@dataclass(frozen=True)
+class IterationFit:
+    """Prices in nanoseconds a unit, and how sure they are.
+
+    row_prices: one per ROW_TERMS; prices: one per AMOUNTS. resampled: rows of [row_prices, prices] fitted to resampled
+    shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). disturbance: mean time lost to
+    whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed between
+    stretches of the measurement. errors: of held-out structures and of the fit itself; noise: of repeats.
+    """
+
+    device: str
+    model: str
+    dtype: str
+    backend: str
+    row_prices: tuple[float, ...]
+    prices: tuple[float, ...]
+    host_before: tuple[float, ...]
+    host_after: tuple[float, ...]
+    bounds: Bounds
+    resampled: tuple[tuple[float, ...], ...] = ()
+    disturbance: float = 0.0
+    drift: float = 0.0
+    errors: Mapping[str, float] = field(default_factory=dict)
+    noise: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+class IterationModel:
+    """CostModel of one engine, fitted from its own whole iterations; no pipeline and no tensor parallelism.
+
+    speed: factor on every time, 1 as measured (drift probes give others).
+    """
+
+    kind = "fitted"
+    calibrated = True
+    stages = 1
+    tile = 128
+
+    def __init__(self, fit: IterationFit, *, speed: float = 1.0) -> None:
+        if not 0 < speed < 1e3:
+            raise ProfileError(f"speed: found {speed}, expected a factor above 0")
+        self.fit, self.speed = fit, speed
+        self.name = f"fitted {fit.model} {fit.device} {fit.dtype}" + (f" x{speed:.3f}" if speed != 1.0 else "")
+        factor = speed * (1.0 + fit.disturbance)
+        self._prices = tuple(price * factor for price in fit.prices)
+        self._row_prices = tuple(price * factor for price in fit.row_prices)
+        self._host_before = tuple(price * factor for price in fit.host_before)
+        self._host_after = tuple(price * factor for price in fit.host_after)
+        self._rows_column: Column = np.zeros(0, np.int64)
+        self._rows_ns: list[int] = []
+        self._grow(2048)
+
+    def _grow(self, rows: int) -> None:
+        if not 0 <= rows <= MAX_ROWS:
+            raise ProfileError(f"batch of {rows} rows: expected 0 to {MAX_ROWS}")
+        basis = row_basis(np.arange(max(rows + 1, 2 * len(self._rows_ns)), dtype=np.int64))
+        total = np.zeros(len(basis))
+        for column, price in zip(basis.T, self._row_prices):
+            total += column * price
+        self._rows_column = (total + 0.5).astype(np.int64)
+        self._rows_ns = self._rows_column.tolist()
+
+    # --- CostModel ---------------------------------------------------------------------------------------------------
+
+    def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
+        """Completing and recording the last step, planning and packing this one; then handing over its tokens."""
+        step, chunk, decode, token = self._host_before
+        chunks = shape[0]
+        before = step + len(chunks) * chunk + shape[1] * decode + sum([tokens for tokens, _ in chunks]) * token
+        return int(before + 0.5), int(self._host_after[0] + shape[5] * self._host_after[1] + 0.5)
+
+    def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
+        """Device time in ns; the simulator's inner loop, `predict_ns` is its vector twin."""
+        chunks, decodes, total, largest, dummy, sampled, executed = shape
+        step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed = self._prices
+        rows = decodes
+        ns = int(step + 0.5) + int(sampled * p_sampled + 0.5)
+        if chunks:
+            pairs = held = 0
+            for tokens, prefix in chunks:
+                rows += tokens
+                pairs += tokens * prefix + tokens * (tokens + 1) // 2
+                held += tokens + prefix
+            ns += int(len(chunks) * p_chunk + 0.5) + int(pairs * p_pairs + 0.5) + int(held * p_context + 0.5)
+            if decodes:
+                ns += int(p_mixed + 0.5)
+        if decodes:
+            ns += int(decodes * p_decode + 0.5) + int(total * p_total + 0.5) + int(largest * p_largest + 0.5)
+        rows += dummy
+        if executed > rows:
+            rows = executed
+        if not rows:
+            return 0
+        if rows >= len(self._rows_ns):
+            self._grow(rows)
+        return ns + self._rows_ns[rows]
+
+    def send_ns(self, shape: BatchShape, stage: int) -> Ns:
+        return 0
+
+    def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
+        """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
+        ahead = np.arange(steps, dtype=np.int64)
+        decodes = shape.decodes
+        total, largest = shape.decode_context_total + ahead * decodes, shape.decode_context_max + ahead * (decodes > 0)
+        p_total, p_largest = self._prices[6], self._prices[7]
+        rest = self.stage_ns(shape) - int(shape[2] * p_total + 0.5) - int(shape[3] * p_largest + 0.5)
+        return np.asarray(_rounded(total, p_total) + _rounded(largest, p_largest) + rest)
+
+    def predict_ns(self, shapes: object, stage: int = 0) -> Column:
+        """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
+        columns = ShapeColumns.of(shapes)
+        if not len(columns):
+            return np.zeros(0, np.int64)
+        rows = columns.rows
+        if int(rows.max()) >= len(self._rows_ns):
+            self._grow(int(rows.max()))
+        ns = self._rows_column[rows].copy()
+        for column, price in zip(amounts(columns).T, self._prices):
+            ns += _rounded(column, price)
+        return np.where(rows > 0, ns, 0)
+
+    def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
+        """Terms by name; sums exactly to host_ns + stage_ns."""
+        before, after = self.host_ns(shape)
+        parts = {"host_before": before}
+        rows = shape.rows
+        if rows:
+            self.stage_ns(shape)
+            parts["rows"] = self._rows_ns[rows]
+            row = amounts(ShapeColumns.of([shape]))[0]
+            parts |= {name: int(value * price + 0.5) for name, value, price in zip(AMOUNTS, row.tolist(), self._prices)}
+        parts["host_after"] = after
+        return {name: ns for name, ns in parts.items() if ns}
+
+    def inside(self, shape: BatchShape) -> bool:
+        bounds = self.fit.bounds
+        return (
+            shape.rows <= bounds.rows
+            and shape.sampled <= bounds.sampled
+            and len(shape.chunks) <= bounds.chunks
+            and shape.decodes <= bounds.decodes
+            and shape.decode_context_max <= bounds.context
+            and shape.decode_context_total <= bounds.context_total
+            and all(tokens <= bounds.tokens and prefix <= bounds.prefix for tokens, prefix in shape.chunks)
+        )
+
+    def provenance(self) -> Mapping[str, object]:
+        fit = self.fit
+        return {
+            "kind": self.kind,
+            "calibrated": self.calibrated,
+            "name": self.name,
+            "speed": self.speed,
+            "backend": fit.backend,
+            "disturbance": fit.disturbance,
+            "drift": fit.drift,
+            "errors": dict(fit.errors),
+            "noise": dict(fit.noise),
+            "region": asdict(fit.bounds),
+            **fit.provenance,
+        }
+
+    # --- how sure ----------------------------------------------------------------------------------------------------
+
+    def perturbed(self, seed: int) -> IterationModel:
+        """Another model that the measurements would allow: prices of a resampled fit, at a speed drawn from the
+        machine's own drift. Seed 0, 1, ... give an ensemble whose predictions spread as far as the costs are unsure."""
+        fit = self.fit
+        rng = np.random.default_rng([seed, 7])
+        speed = self.speed * math.exp(fit.drift * float(rng.standard_normal()))
+        if not fit.resampled:
+            return IterationModel(fit, speed=speed)
+        prices = fit.resampled[seed % len(fit.resampled)]
+        count = len(ROW_TERMS)
+        return IterationModel(replace(fit, row_prices=prices[:count], prices=prices[count:], resampled=()), speed=speed)
+
+
+def amounts(columns: ShapeColumns) -> Column:
+    """[shapes, AMOUNTS], whole numbers."""
+    pairs = columns.per_batch(attended_pairs(columns.chunk_tokens, columns.chunk_prefix, None))
+    held = columns.per_batch(columns.chunk_tokens + columns.chunk_prefix)
+    chunks = np.diff(columns.chunk_offsets)
+    decodes = columns.decodes
+    return np.stack(
+        [
+            np.ones(len(columns), np.int64), columns.sampled, chunks, pairs, held, decodes,
+            columns.decode_context_total, columns.decode_context_max, ((chunks > 0) & (decodes > 0)).astype(np.int64),
+        ],
+        axis=1,
+    )  # fmt: skip
+
+
+def row_basis(rows: Column) -> Array:
+    """[shapes, ROW_TERMS] of row counts."""
+    columns = []
+    for kind, size in ROW_TERMS:
+        if kind == "rows":
+            columns.append(rows)
+        elif kind == "most":
+            columns.append(np.minimum(rows, size))
+        elif kind == "over":
+            columns.append(np.maximum(rows - size, 0))
+        else:
+            columns.append(-(-rows // size) * size)
+    return np.stack(columns, axis=1).astype(np.float64)
+
+
+def host_amounts(columns: ShapeColumns) -> Column:
+    """[shapes, HOST_AMOUNTS], whole numbers."""
+    tokens = columns.per_batch(columns.chunk_tokens)
+    ones = np.ones(len(columns), np.int64)
+    return np.stack([ones, np.diff(columns.chunk_offsets), columns.decodes, tokens], axis=1)
+
+
+def _rounded(amount: Column, price: float) -> Column:
+    return np.asarray((amount * price + 0.5).astype(np.int64))
+
+
+# On disk
+
+
+def write_fit(fit: IterationFit, path: str | Path) -> None:
+    """One readable JSON, whole or not at all."""
+    path = Path(path)
+    if path.suffix != ".json":
+        raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .json")
+    document = {"format": FORMAT, "version": VERSION, "row_terms": ROW_TERMS, "amounts": AMOUNTS, **asdict(fit)}
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def is_iteration_fit(path: str | Path) -> bool:
+    """Whether a file says that it is one of ours; nothing else of it is checked."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            return FORMAT in file.read(200)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def read_fit(path: str | Path) -> IterationFit:
+    """Read and check what `write_fit` wrote; raises ProfileError with the file and the entry at fault."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ProfileError(f"{path}: found {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ProfileError(f"{path}: no such file, expected a fitted model") from None
+    except ProfileError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProfileError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise ProfileError(f"{path}: found something else, expected {FORMAT!r} version {VERSION}")
+    named = [tuple(term) for term in document.get("row_terms", ())], tuple(document.get("amounts", ()))
+    if named != (list(ROW_TERMS), AMOUNTS):
+        raise ProfileError(f"{path}: its terms are not those of this version: profile and fit again")
+    counts = {"row_prices": len(ROW_TERMS), "prices": len(AMOUNTS), "host_before": len(HOST_AMOUNTS), "host_after": 2}
+    values: dict[str, Any] = {}
+    for entry in fields(IterationFit):
+        found = document.get(entry.name)
+        if entry.name in counts:
+            values[entry.name] = _prices(path, entry.name, found, counts[entry.name])
+        elif entry.name == "resampled":
+            rows = found if isinstance(found, list) and len(found) <= 1000 else []
+            both = counts["row_prices"] + counts["prices"]
+            values["resampled"] = tuple(_prices(path, "resampled", row, both) for row in rows)
+        elif entry.name == "bounds":
+            values["bounds"] = _bounds(path, found)
+        elif entry.name in ("disturbance", "drift"):
+            values[entry.name] = _prices(path, entry.name, [found], 1)[0]
+        elif entry.name in ("errors", "noise", "provenance"):
+            values[entry.name] = found if isinstance(found, dict) else {}
+        else:
+            values[entry.name] = str(found)[:200]
+    return IterationFit(**values)
+
+
+def load_iterations(path: str | Path, spec: Any, *, tp: int = 1, pp: int = 1, **engine: Any) -> IterationModel:
+    """The cost model of a file, for the model that it was measured with and no other."""
+    fit = read_fit(path)
+    if fit.model != spec.name:
+        raise ProfileError(f"{path}: was measured with {fit.model}, not with {spec.name}; profile that model")
+    if (tp, pp) != (1, 1):
+        raise ProfileError(
+            f"{path}: whole iterations of one device say nothing about tp {tp}, pp {pp}; expected 1 and 1"
+        )
+    return IterationModel(fit)
+
+
+def _prices(path: Path, name: str, values: Any, count: int) -> tuple[float, ...]:
+    good = isinstance(values, Sequence) and len(values) == count
+    if not good or not all(isinstance(v, int | float) and 0 <= v < 1e15 for v in values):
+        raise ProfileError(f"{path}: {name}: found {str(values)[:60]}, expected {count} numbers of 0 or more")
+    return tuple(float(value) for value in values)
+
+
+def _bounds(path: Path, values: Any) -> Bounds:
+    names = [entry.name for entry in fields(Bounds)]
+    if not isinstance(values, dict) or not all(isinstance(values.get(name), int) for name in names):
+        raise ProfileError(f"{path}: bounds: found {str(values)[:60]}, expected whole numbers {', '.join(names)}")
+    return Bounds(**{name: values[name] for name in names})

@@ -1,0 +1,122 @@
+"""Measuring a plan: the batch that runs is the batch that was asked for, and an interrupted measurement goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.batch_rig import BatchRig
+from executor.config import LiveConfig
+from executor.errors import ExecutorError
+from executor.live import load_for
+from executor.loading import Loaded
+from executor.measure import measure_plan, unsure_by_fit
+from executor.operators import watching
+from policies import BatchShape
+from profiler.fit_iterations import fit_iterations
+from profiler.plan import MeasurementPlan, Point, make_plan
+from profiler.profile import read_profile
+from profiler.region import Region
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Loaded]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_for(LiveConfig(model="nano"), 600)
+    torch.set_num_threads(threads)
+
+
+def small_plan(**options: object) -> MeasurementPlan:
+    return make_plan(Region.of_bounds(chunk=64, decodes=8, context=200), points=12, repeats=1, per_round=8, **options)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        BatchShape((), 1, 2, 2, 0, 1),
+        BatchShape((), 7, 900, 333, 0, 7),
+        BatchShape(((64, 0),), 0, 0, 0, 0, 1),
+        BatchShape(((17, 200), (5, 0)), 0, 0, 0, 0, 0),
+        BatchShape(((30, 90), (16, 0), (1, 12)), 4, 500, 200, 0, 6),
+    ],
+)
+def test_the_step_that_runs_is_the_one_that_was_planned(loaded: Loaded, shape: BatchShape) -> None:
+    rig = BatchRig(loaded, most_tokens=4000, longest=500)
+    for _ in range(2):
+        timing = rig.measure(Point(shape, "visited"))
+        assert timing.shape == shape
+        assert timing.device_ns > 0
+        assert timing.wall_ns >= timing.before_ns + timing.device_ns
+    assert not rig.scheduler.tracks
+    assert rig.scheduler.ledger.free_blocks == rig.scheduler.ledger.total_blocks
+
+
+def test_a_plan_becomes_a_profile_that_can_be_fitted(loaded: Loaded, tmp_path: Path) -> None:
+    plan = small_plan(budget_s=6.0)
+    said: list[str] = []
+    profile = measure_plan(
+        loaded,
+        plan,
+        tmp_path / "p.parquet",
+        adapt=unsure_by_fit,
+        progress=lambda spent, budget, doing: said.append(doing),
+    )
+    table = read_profile(tmp_path / "p.parquet").table
+    assert len(table) == len(profile.table)
+    iterations = table[table["operator"] == "iteration"]
+    # Every planned point at least once, and more where a fit was unsure.
+    assert len(iterations) > len(plan.points) + len(plan.noise)
+    assert (iterations[["host_before_s", "host_after_s", "cpu_s", "at_s"]].notna()).all(axis=None)
+    assert {"qkv", "attention", "head", "sampler", "norm", "rotary"} <= set(table["operator"])
+    assert said[-1] == "operators"
+    fit = fit_iterations(profile)
+    assert fit.model == "nano"
+    assert sum(fit.prices) + sum(fit.row_prices) > 0
+
+
+def test_an_interrupted_measurement_goes_on_where_it_stopped(loaded: Loaded, tmp_path: Path) -> None:
+    plan, out = small_plan(budget_s=30.0), tmp_path / "p.parquet"
+    total = sum(len(points) for points in plan.rounds())
+
+    counted = []
+
+    def interrupt(spent: float, budget: float, doing: str) -> None:
+        counted.append(doing)
+        if len(counted) == 5:
+            raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        measure_plan(loaded, plan, out, operators=False, progress=interrupt)
+    assert not out.exists()
+    with (tmp_path / "p.parquet.log").open("a") as log:
+        log.write('{"key": [0, 9')  # a line cut off by a kill
+    profile = measure_plan(loaded, plan, out, operators=False, progress=lambda *_: counted.append("again"))
+    assert len(profile.table) == total
+    assert counted.count("again") == total - 5
+    with pytest.raises(ExecutorError, match="belongs to another plan"):
+        measure_plan(loaded, small_plan(budget_s=30.0, seed=1), out)
+
+
+def test_the_stopwatch_leaves_no_trace(loaded: Loaded) -> None:
+    before = {name: type(getattr(loaded.model.layers[0], name)) for name in ("qkv", "down")}
+    rig = BatchRig(loaded, most_tokens=1000, longest=200)
+    point = Point(BatchShape(((16, 0),), 2, 60, 40, 0, 3), "visited")
+    with watching(loaded.model) as watch:
+        rig.measure(point, watch.take)
+        times = watch.take()
+    layers = len(loaded.model.layers)
+    assert {name: len(times[name]) for name in ("qkv", "attention", "ffn_up", "head")} == {
+        "qkv": layers, "attention": layers, "ffn_up": layers, "head": 1,
+    }  # fmt: skip
+    assert {name: type(getattr(loaded.model.layers[0], name)) for name in before} == before
+    assert "rms_norm" not in vars(loaded.model.kernels)
+    assert "attend" not in vars(loaded.model.attention)
+
+
+def test_a_context_beyond_the_model_is_refused(loaded: Loaded) -> None:
+    with pytest.raises(ExecutorError, match="contexts of 5000 tokens, nano reaches 600"):
+        BatchRig(loaded, most_tokens=6000, longest=5000)
