@@ -76,8 +76,9 @@ class Batch:
     """
 
     __slots__ = (
-        "cached_tokens", "chunks", "grown", "joins", "new_blocks", "number", "parts", "planned_ns", "preempted",
-        "shape",
+        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
+        "chunks", "decodes", "dummy_tokens", "grown", "joins", "new_blocks", "number", "only_now", "parts",
+        "planned_ns", "preempted", "shape",
     )  # fmt: skip
 
     number: int

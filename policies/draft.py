@@ -32,10 +32,8 @@ class Draft(Batch):
     only_now: the policy said that this plan holds for this moment only.
     """
 
-    __slots__ = (
-        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "decodes",
-        "dummy_tokens", "only_now",
-    )  # fmt: skip
+    # Not one slot of its own: a batch is a draft whose class has been changed.
+    __slots__ = ()
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
         self._scheduler = scheduler
@@ -223,14 +221,22 @@ class Draft(Batch):
         """Useful tokens granted so far, `decodes` among them."""
         return self.decodes + sum([chunk[1] for chunk in self.chunks])
 
-    def __getattr__(self, name: str) -> Any:
-        # `shape` is the batch as it stands, until the plan is done and the shape with it.
-        if name == "shape":
-            return self._shape_so_far()
-        raise AttributeError(name)
+    @property
+    def shape(self) -> BatchShape:  # type: ignore[override]
+        """The batch as it stands, for `host.estimate_ns`."""
+        return self._shape_so_far()
+
+    # How it becomes the batch, and how grants are booked and undone
+
+    def _finish(self, number: int) -> Batch:
+        """The plan is done: this very object, without the right to ask for more."""
+        shape = self._shape_so_far()
+        self.__class__ = Batch  # type: ignore[assignment]
+        self.number = number
+        self.shape = shape  # type: ignore[misc]
+        return self
 
     def _shape_so_far(self) -> BatchShape:
-        """The shape of what has been granted."""
         chunks, decodes = self.chunks, self.decodes
         return _new(
             BatchShape,
@@ -239,8 +245,6 @@ class Draft(Batch):
                 decodes, self._context_total, self._context_max, self.dummy_tokens, decodes + self._sampled, 0,
             ),
         )  # fmt: skip
-
-    # How grants are booked and undone
 
     def _refuse_if_not_chased(self, cohort: Cohort) -> None:
         scheduler = self._scheduler

@@ -214,14 +214,12 @@ class Scheduler:
             return None
         return self._commit(draft)
 
-    def _commit(self, batch: Draft) -> Batch:
-        """The draft is the batch now."""
-        batch.number = number = self._batches
-        self._batches = number + 1
+    def _commit(self, draft: Draft) -> Batch:
+        batch = draft._finish(self._batches)
+        self._batches += 1
         queues = self.queues
         queues.in_flight_batches += 1
-        batch.shape = shape = batch._shape_so_far()
-        queues.decode_tokens_promised -= shape[5]
+        queues.decode_tokens_promised -= batch.shape[5]
         ledger = self.ledger
         batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
         for chunk in batch.chunks:
