@@ -234,15 +234,22 @@ class Draft(Batch):
         self.__class__ = Batch  # type: ignore[assignment]
         self.number = number
         self.shape = shape  # type: ignore[misc]
+        self.new_blocks = ()
         return self
 
     def _shape_so_far(self) -> BatchShape:
         chunks, decodes = self.chunks, self.decodes
+        if not chunks:
+            pairs: tuple[tuple[int, int], ...] = ()
+        elif len(chunks) == 1:
+            pairs = (chunks[0][1:3],)
+        else:
+            pairs = tuple([chunk[1:3] for chunk in chunks])
         return _new(
             BatchShape,
             (
-                tuple([chunk[1:3] for chunk in chunks]) if chunks else (),
-                decodes, self._context_total, self._context_max, self.dummy_tokens, decodes + self._sampled, 0,
+                pairs, decodes, self._context_total, self._context_max, self.dummy_tokens, decodes + self._sampled,
+                0,
             ),
         )  # fmt: skip
 

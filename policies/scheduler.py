@@ -72,7 +72,7 @@ class Scheduler:
         self.tracks: dict[int, Track] = {}
         self.handover = Handover(self)
         self.preemptions = 0
-        self._retired: list[Cohort] = []
+        self.retired: list[Cohort] = []
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
@@ -151,7 +151,7 @@ class Scheduler:
         for request_id in list(self.handover.held):
             self.handover.release(request_id)
         gone = self.withdraw(list(self.tracks), reason, now_ns, status="failed")
-        for cohort in self._retired:
+        for cohort in self.retired:
             # Steps in flight will not complete; nobody has a segment that claims them.
             cohort.planned = len(cohort.times)
         self.queues.in_flight_batches = 0
@@ -201,27 +201,25 @@ class Scheduler:
         queues = self.queues
         if self.host.chase_decodes and queues.in_flight_batches:
             self._set_exhausted_aside()
+        policy, ledger, host = self.policy, self.ledger, self.host
         while True:
             draft = Draft(self, now_ns)
-            self.policy.plan(queues, draft, self.ledger, self.host, now_ns)
+            policy.plan(queues, draft, ledger, host, now_ns)
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
-            if draft.parts or not draft.preempted:
-                if draft.parts or queues.in_flight_batches or not queues.waiting or not self.handover.reclaim():
-                    break
+            if draft.parts:
+                break
+            if not draft.preempted and (queues.in_flight_batches or not queues.waiting or not self.handover.reclaim()):
+                break
         self.alarm_ns = draft.alarm_ns
         self._only_now = draft.only_now
         if not draft.parts:
             return None
-        return self._commit(draft)
-
-    def _commit(self, draft: Draft) -> Batch:
         batch = draft._finish(self._batches)
         self._batches += 1
-        queues = self.queues
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= batch.shape[5]
-        ledger = self.ledger
-        batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
+        if ledger.by_id:
+            batch.new_blocks = ledger.take_new_blocks()
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
@@ -332,6 +330,7 @@ class Scheduler:
         queues.prefill_tokens -= cached - track.computed
         queues.count_running(track, 1)
         queues.parts.append(track)
+        queues.parts_changed()
 
     def stop(self, track: Track) -> None:
         """Preempt a running track: back to the front of the queue, to recompute everything."""
@@ -373,14 +372,15 @@ class Scheduler:
             rest.join(track, 1, 1)
         parts = self.queues.parts
         parts.insert(parts.index(cohort) + 1, rest)
+        self.queues.parts_changed()
 
     def take_retired(self) -> list[Cohort]:
         """Cohorts that died since the last call and whose token times are complete."""
-        if not self._retired:
+        if not self.retired:
             return []
-        done = [cohort for cohort in self._retired if not cohort.in_flight]
+        done = [cohort for cohort in self.retired if not cohort.in_flight]
         if done:
-            self._retired = [cohort for cohort in self._retired if cohort.in_flight]
+            self.retired = [cohort for cohort in self.retired if cohort.in_flight]
         return done
 
     # Inside
@@ -432,6 +432,7 @@ class Scheduler:
             grown.append(Decodes(cohort, 0, 0, 0, 0))
         else:
             del parts[at]
+        queues.parts_changed()
         cohort.join(track, cohort.planned - 1, cohort.planned)
         batch.joins.append((track, track.epoch))
 
@@ -467,12 +468,13 @@ class Scheduler:
         first, second = sorted((parts.index(left), parts.index(right)))
         parts[first] = large
         del parts[second]
-        self._retired.append(small)
+        self.queues.parts_changed()
+        self.retired.append(small)
         return large
 
     def _reopen(self, track: Track) -> None:
         """A member set aside for its last token will not receive it after all."""
-        for cohort in (*self._retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
+        for cohort in (*self.retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
             for end, tracks in cohort.closing.items():
                 if track in tracks:
                     tracks.remove(track)
@@ -509,6 +511,7 @@ class Scheduler:
                 self._drop_empty_parts()
         elif not track.closing:
             queues.parts.remove(track)
+            queues.parts_changed()
         track.closing = False
         if track.request.id not in self.handover.held:
             self.ledger.release(track)
@@ -522,5 +525,6 @@ class Scheduler:
             return
         for part in parts:
             if isinstance(part, Cohort) and not part.size:
-                self._retired.append(part)
+                self.retired.append(part)
         parts[:] = [part for part in parts if not isinstance(part, Cohort) or part.size]
+        self.queues.parts_changed()
