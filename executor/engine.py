@@ -120,12 +120,13 @@ class LiveEngine:
         at_once: bool = False,
         progress: Progress | None = None,
         on_token: Callable[[int, int], None] | None = None,
+        on_end: Callable[[int, Text], None] | None = None,
         inside: Callable[[Any], bool] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
         self.trace, self.prompts, self.sampling = trace, prompts, sampling
         self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
-        self.inside = inside
+        self.inside, self.on_end = inside, on_end
         self.arrivals = Arrivals(trace, time_scale, at_once)
         self.outcome = Outcome()
         self._ahead = scheduler.depth > 1
@@ -142,6 +143,8 @@ class LiveEngine:
     def run(self) -> Outcome:
         """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM."""
         with self._signals():
+            if self.progress is not None:
+                self.progress(0, len(self.trace))
             self._origin = time.perf_counter_ns()
             cpu = time.process_time_ns()
             worker = None
@@ -275,22 +278,20 @@ class LiveEngine:
 
     def _deliver(self, prepared: Prepared, ids: list[int]) -> list[int]:
         """Append sampled tokens to their requests; returns the ids of requests that a stop token ended."""
-        texts = self.runner.texts
         stopped = []
         failed = []
-        for (track, epoch), token in zip(prepared.wanted, ids):
+        on_token = self.on_token
+        for (track, epoch, text), token in zip(prepared.wanted, ids):
             if track.epoch != epoch:
                 continue
-            row = track.request.id
             if token == INVALID:
-                failed.append(row)
+                failed.append(track.request.id)
                 continue
-            text = texts[row]
             text.append(token)
-            if self.on_token is not None:
-                self.on_token(row, token)
-            if token in text.stop_ids:
-                stopped.append(row)
+            if on_token is not None:
+                on_token(track.request.id, token)
+            if text.stop_ids and token in text.stop_ids:
+                stopped.append(track.request.id)
         if failed:
             self._withdraw(failed, "the model's logits held NaN", "failed")
         return stopped
@@ -302,7 +303,7 @@ class LiveEngine:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in text.lower():
             raise error
         members = [part.track for part in prepared.batch.parts if isinstance(part, Chunk)]
-        members += [track for track, epoch in prepared.wanted if track.epoch == epoch]
+        members += [track for track, epoch, _ in prepared.wanted if track.epoch == epoch]
         rows = list(dict.fromkeys(track.request.id for track in members))
         self._withdraw(rows, f"out of memory in a batch of {prepared.step.rows} rows: {text}", "failed")
 
@@ -340,6 +341,8 @@ class LiveEngine:
         text = self.runner.texts.pop(row, None)
         if text is not None:
             self.outcome.answers[row] = text.output
+            if self.on_end is not None:
+                self.on_end(row, text)
         self.recorder.request(
             track.request, 0, track.status, track.reason, track.delivered, track.admitted_ns, track.first_token_ns,
             track.finished_ns, track.preemptions, track.cached_total, track.segments,

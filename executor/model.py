@@ -114,7 +114,6 @@ class Model:
         if len(step.decode_row) + int(step.chunk_tokens.sum()) < step.rows:
             attended.zero_()  # dummy rows: attention skips them, and stale NaN or infinity must not spread
         self.attention.attend(index, queries, attended, step, cache)
-        hidden = layer.attention_out.add(attended, hidden)
-        normed = kernels.rms_norm(hidden, layer.ffn_norm, eps, "normed")
+        normed = kernels.add_and_norm(layer.attention_out, attended, hidden, layer.ffn_norm, eps, "normed")
         activated = layer.gate_up(normed, kernels.buffer("activated", step.rows, spec.intermediate))
         return layer.down.add(activated, hidden)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from executor.device_step import DeviceArrays
 
 Ints = NDArray[np.int32]
 CPU = torch.device("cpu")
@@ -29,6 +33,7 @@ class Step:
     chunk_row, chunk_tokens, chunk_prefix, chunk_table: per chunk its first row, size, context before, table row.
     decode_row, decode_context, decode_table: per decode its row, context before its own token, table row.
     sampled_rows, sampled_table: the rows whose logits are wanted, and the table row of the request behind each.
+    arrays: the same packed on the device, for kernels that read them there (filled in by `device_step.arrays_of`).
     """
 
     rows: int
@@ -46,6 +51,7 @@ class Step:
     sampled_rows: Ints
     sampled_table: Ints
     device: torch.device = CPU
+    arrays: DeviceArrays | None = None
 
     @property
     def num_decodes(self) -> int:

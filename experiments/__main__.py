@@ -19,6 +19,7 @@ COMMAND_MODULES = (
     "experiments.sweep_command",  # sweep
     "experiments.capacity_command",  # capacity
     "experiments.sarathi_pipeline",  # sarathi-pipeline
+    "experiments.attention_ffn",  # attention-ffn
 )
 
 

@@ -43,8 +43,17 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @one_line_errors
-def show(run: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False) -> None:
+def show(
+    run: RunArgument,
+    warmup: WarmupOption = "",
+    slo: SloOption = "",
+    by: Annotated[str, typer.Option(help="One summary per value of a column: slo, priority or session.")] = "",
+    as_json: JsonOption = False,
+) -> None:
     """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
+    if by:
+        _show_by(run, by, warmup, slo, as_json)
+        return
     summary = _summary(run, warmup, slo)
     if as_json:
         _print_json(summary)
@@ -194,12 +203,32 @@ def _labelled(runs: list[Path]) -> dict[str, Path]:
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
     from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
     from metrics.summary import summarise
 
     tables = read_run(run)
     if tables.summary and not warmup and not slo:
         return tables.summary
-    return summarise(tables, warmup=warmup or 0, slo=slo or None)
+    return summarise(tables, warmup=warmup or 0, slo=parse_objectives(slo) if slo else None)
+
+
+def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> None:
+    from metrics.report import comparison_table
+    from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
+    from metrics.summary import summarise_classes
+
+    if column not in ("slo", "priority", "session"):
+        raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
+    tables = read_run(run)
+    objective = slo or (tables.config.get("replay") or {}).get("slo") or ""
+    summaries = summarise_classes(
+        tables, column, slo=parse_objectives(objective) if objective else None, warmup=warmup or 0
+    )
+    if as_json:
+        _print_json(summaries)
+    else:
+        _print(comparison_table(summaries))
 
 
 def _print_json(content: Any) -> None:

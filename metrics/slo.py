@@ -66,6 +66,24 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
     return tuple(bounds)
 
 
+def parse_objectives(text: str) -> str | dict[str, str]:
+    """One objective for all, `ttft_p99=2,tbt_p99=0.2`, or one per SLO class, `chat:ttft_p99=1;batch:e2e_p99=60`.
+
+    Returns the text itself, or class -> objective. Raises MetricsError for what neither form reads.
+    """
+    if ":" not in text:
+        parse_slo(text)
+        return text
+    objectives = {}
+    for part in text.split(";"):
+        name, colon, objective = (piece.strip() for piece in part.partition(":"))
+        if not colon or not name or name in objectives:
+            raise MetricsError(f"SLO: found {part.strip()!r}, expected class:objective, each class once")
+        parse_slo(objective)
+        objectives[name] = objective
+    return objectives
+
+
 def requests_within(bounds: tuple[Bound, ...], own: Mapping[str, Floats], tokens: TokenTimes) -> Bools:
     """Per request, whether it meets every bound by itself.
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.columns import STATUSES, MetricsError, to_ns
+from metrics.memory_keys import memory_summary
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
 from metrics.steady_state import steady_state
@@ -89,6 +90,7 @@ def summarise(
     summary.update(_throughput(requests, tokens, start_s, end_s))
     summary.update(_fairness(requests, finished, own))
     summary.update(_counts(requests, measured))
+    summary.update(memory_summary(config, requests["cached_tokens"], measured))
     summary.update(_iterations(run, config, start_s, end_s))
     summary["pd_optimum"] = pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots"))
     summary.update(

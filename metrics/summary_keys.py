@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metrics.causes import CAUSE_NAMES
+from metrics.memory_keys import MEMORY_KEYS
 from metrics.statistics import STATISTICS
 
 LATENCIES = {
@@ -86,6 +87,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "kv_blocks": "KV blocks of one replica (null if unknown)",
     "kv_use_mean": "share of KV blocks in use, weighted by time while batches are in flight",
     "kv_use_max": "largest share of KV blocks in use",
+    **MEMORY_KEYS,
     "host_s_total": "host time before and after the iterations of the window",
     "device_s_total": "device time of the iterations of the window, summed over stages",
     "device_busy_share": "device_s_total / (replicas x stages x window length)",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from policies.cohort import Cohort
+    from policies.swap import Move
     from policies.track import Track
 
 
@@ -73,12 +74,13 @@ class Batch:
     that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
     with this batch stands there with size 0.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
+    swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
 
     __slots__ = (
         "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
         "chunks", "decodes", "dummy_tokens", "grown", "joins", "new_blocks", "number", "only_now", "parts",
-        "planned_ns", "preempted", "shape",
+        "planned_ns", "preempted", "shape", "swap_in", "swap_out",
     )  # fmt: skip
 
     number: int
@@ -91,3 +93,5 @@ class Batch:
     cached_tokens: int
     joins: list[tuple[Track, int]]
     grown: list[Decodes]
+    swap_out: Sequence[Move]
+    swap_in: Sequence[Move]

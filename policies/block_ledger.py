@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Literal
 
+from policies.block_names import BlockNames, TraceNames
 from policies.errors import PolicyError
 from policies.track import Track
 
@@ -24,7 +25,8 @@ class BlockLedger:
 
     total_blocks: usable blocks, the null block not counted.
     prefix_caching: full blocks get a hash when the batch that fills them is planned and can be found by later requests
-        with the same prefix, or by their own request after a preemption.
+        with the same prefix, by a later turn of the same session, or by their own request after a preemption.
+    names: what tells equal contents (see `policies.block_names`); a trace's hashes and sessions by default.
     """
 
     by_id = True
@@ -37,6 +39,7 @@ class BlockLedger:
         *,
         prefix_caching: bool = False,
         free_order: FreeOrder = "0.32",
+        names: BlockNames | None = None,
     ) -> None:
         if total_blocks < 1 or block_size < 1:
             raise PolicyError(f"KV pool: found {total_blocks} blocks of {block_size} tokens, expected at least 1 of 1")
@@ -54,6 +57,11 @@ class BlockLedger:
         # A hash may name several blocks: two requests can compute the same prefix side by side.
         self._blocks_of: dict[Hashable, dict[int, None]] = {}
         self._new_blocks: list[tuple[int, int, int]] = []
+        self._names: BlockNames = TraceNames() if names is None else names
+        # The last look-up, good until a name comes or goes: a queue's head asks again in every plan.
+        self._renamed = 0
+        self._looked: tuple[Track | None, int, int] = (None, 0, 0)
+        self._found: list[int] = []
 
     @property
     def free_blocks(self) -> int:
@@ -73,10 +81,15 @@ class BlockLedger:
 
     def admit(self, track: Track, cached: int) -> None:
         hits = self._hits(track)[: cached // self.block_size]
-        for block in hits:
+        for index, block in enumerate(hits):
             if not self._users[block]:
                 del self._free[block]
             self._users[block] += 1
+            name = self._names.name(track, index, self.block_size)
+            if self._hash_of[block] != name:
+                # An earlier turn's answer is now part of a prompt, and known by that prompt's name from here on.
+                self._unname(block)
+                self._give_name(block, name)
         track.table = array("i", hits)
         track.blocks = len(hits)
         self.extend(track, cached)
@@ -122,10 +135,17 @@ class BlockLedger:
         track.table = None
         track.blocks = 0
 
+    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
+        for block in blocks:
+            if block in self._hash_of:
+                self._unname(block)
+        return {block for block in blocks if self._users[block] > 1}
+
     def forget(self) -> None:
         self._hash_of.clear()
         self._blocks_of.clear()
         self._new_blocks.clear()
+        self._renamed += 1
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         new, self._new_blocks = self._new_blocks, []
@@ -138,46 +158,58 @@ class BlockLedger:
 
     def _append(self, track: Track, table: array[int]) -> None:
         block, _ = self._free.popitem(last=False)
-        name = self._hash_of.pop(block, None)
-        if name is not None:
-            blocks = self._blocks_of[name]
-            del blocks[block]
-            if not blocks:
-                del self._blocks_of[name]
+        if block in self._hash_of:
+            self._unname(block)
         self._users[block] = 1
         self._new_blocks.append((track.request.id, len(table), block))
         table.append(block)
 
-    # Names of block contents. A prefix hash of the trace names the whole prefix up to its end; what no hash covers
-    # (the rest of the prompt, the answer) is known to this request alone.
+    def shared_blocks(self, track: Track, cached: int) -> int:
+        return len(self._hits(track)[: cached // self.block_size])
 
-    def _name(self, track: Track, index: int) -> Hashable:
-        request = track.request
-        end = (index + 1) * self.block_size
-        if request.prefix_hashes and end <= request.prompt_tokens:
-            position = (end - 1) // request.hash_tokens
-            if position < len(request.prefix_hashes):
-                return (request.prefix_hashes[position], index)
-        return (None, request.id, index)
+    # Names of block contents
+
+    def _give_name(self, block: int, name: Hashable) -> None:
+        self._hash_of[block] = name
+        self._blocks_of.setdefault(name, {})[block] = None
+        self._renamed += 1
+
+    def _unname(self, block: int) -> None:
+        name = self._hash_of.pop(block)
+        blocks = self._blocks_of[name]
+        del blocks[block]
+        if not blocks:
+            del self._blocks_of[name]
+        self._renamed += 1
 
     def _name_full_blocks(self, track: Track, tokens: int) -> None:
         table = track.table
         assert table is not None
-        for index in range(min(tokens // self.block_size, len(table)) - 1, -1, -1):
+        size = self.block_size
+        for index in range(min(tokens // size, len(table)) - 1, -1, -1):
             block = table[index]
             if block in self._hash_of:
                 return
-            name = self._name(track, index)
-            self._hash_of[block] = name
-            self._blocks_of.setdefault(name, {})[block] = None
+            self._give_name(block, self._names.name(track, index, size))
 
     def _hits(self, track: Track) -> list[int]:
         if not self.prefix_caching:
             return []
-        hits = []
-        for index in range((track.own_known - 1) // self.block_size):
-            blocks = self._blocks_of.get(self._name(track, index))
+        asked = (track, track.own_known, self._renamed)
+        if asked == self._looked:
+            return self._found
+        size, names, blocks_of = self.block_size, self._names, self._blocks_of
+        hits: list[int] = []
+        first_missed = -1
+        for index in range((track.own_known - 1) // size):
+            blocks = blocks_of.get(names.name(track, index, size)) if first_missed < 0 else None
             if not blocks:
-                break
+                if first_missed < 0:
+                    first_missed = index
+                earlier = names.history(track, index, size, first_missed)
+                blocks = blocks_of.get(earlier) if earlier is not None else None
+                if not blocks:
+                    break
             hits.append(next(iter(blocks)))
+        self._looked, self._found = asked, hits
         return hits

@@ -13,6 +13,7 @@ from policies.batch import Batch, BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
 from policies.errors import PolicyError
 from policies.request import Ns
+from policies.swap import Preemption
 from policies.track import Track
 
 if TYPE_CHECKING:
@@ -148,6 +149,11 @@ class Draft(Batch):
         granted = min(tokens, track.own_known - cached, self.budget_left)
         if granted <= 0:
             return 0
+        admission = scheduler.admission
+        if admission is not None:
+            if not admission.lets_in(track, scheduler):
+                return 0
+            reserve = admission.reserve(track, reserve)
         taken = max(cached + granted, reserve)
         held = track.blocks
         if held:
@@ -159,10 +165,16 @@ class Draft(Batch):
             needed = ledger.admission_blocks(track, cached, max(taken, must_fit))
             if needed > ledger.free_blocks - scheduler.watermark_blocks:
                 return 0
+        swap = scheduler.swap
+        shared = 0 if swap is None else ledger.shared_blocks(track, cached)
         scheduler.start(track, cached, self.planned_ns)
         if not held:
             ledger.admit(track, cached)
         ledger.extend(track, taken)
+        if swap is not None:
+            swap.bring_in(track, scheduler, shared)
+        if admission is not None:
+            admission.entered(track, scheduler)
         self.cached_tokens += cached - track.computed
         self._grant_chunk(track, granted, cached)
         return granted
@@ -172,9 +184,19 @@ class Draft(Batch):
         what was handed over with it."""
         return track.own_known - max(self._scheduler.ledger.cached_tokens(track), track.computed)
 
-    def preempt(self, track: Track | None = None) -> Track | None:
-        """Stop a running request, by default the last admitted: its blocks are freed, it waits in front of the queue
-        and recomputes prompt and output so far. A grant that this plan made to it is undone. None: nobody is left.
+    def resume(self, track: Track) -> int:
+        """Bring back a swapped request (`queues.swapped`) and let it go on: its decode, or the rest of its prompt.
+
+        Returns the tokens granted, 0 where slots, budget or blocks are short. `admit` does the same.
+        """
+        return self.admit(track, self.to_prefill(track), reserve=track.own_known)
+
+    def preempt(self, track: Track | None = None, how: Preemption | None = None) -> Track | None:
+        """Stop a running request, by default the last admitted: its blocks are freed, it waits in front of the queue.
+
+        how: what becomes of its KV: `recompute` (prompt and output so far), `swap` (to host memory if there is any with
+        room, else as recompute), `auto` (the cheaper), by default what the engine was told. A grant that this plan made
+        to it is undone. None: nobody is left.
         """
         scheduler = self._scheduler
         if track is None:
@@ -183,15 +205,7 @@ class Draft(Batch):
                 return None
         if track.order < 0 or track.closing:
             raise PolicyError(f"request {track.request.id} is {track.status}, not running: it cannot be preempted")
-        at = self._grant_to(track)
-        cohort = track.cohort
-        context = track.context
-        if at is not None and cohort is None:
-            self._undo_chunk(at)
-        scheduler.stop(track)
-        if at is not None and cohort is not None:
-            self._undo_decode(at, cohort, context - 1)
-        self.preempted.append(track)
+        self._take_back(track, how, set())
         return track
 
     def pad(self, multiple: int) -> int:
@@ -234,7 +248,7 @@ class Draft(Batch):
         self.__class__ = Batch  # type: ignore[assignment]
         self.number = number
         self.shape = shape  # type: ignore[misc]
-        self.new_blocks = ()
+        self.new_blocks = self.swap_out = self.swap_in = ()
         return self
 
     def _shape_so_far(self) -> BatchShape:
@@ -285,6 +299,42 @@ class Draft(Batch):
             if (part.cohort is cohort) if isinstance(part, Decodes) else (part.track is track):
                 return at
         return None
+
+    def _take_back(self, track: Track, how: Preemption | None, empty: set[int]) -> None:
+        """Undo what this plan granted to a track, and stop it. empty: blocks that will not be filled after all."""
+        scheduler = self._scheduler
+        at = self._grant_to(track)
+        cohort = track.cohort
+        context = track.context
+        dependents: list[Track] = []
+        if at is not None and cohort is None:
+            if scheduler.ledger.prefix_caching:
+                dependents = self._leave_empty(track, self.parts[at].prefix, context, empty)  # type: ignore[union-attr]
+            self._undo_chunk(at)
+        scheduler.stop(track, how, empty)
+        if at is not None and cohort is not None:
+            self._undo_decode(at, cohort, context - 1)
+        self.preempted.append(track)
+        for dependent in dependents:
+            if dependent.order >= 0:
+                self._take_back(dependent, how, empty)
+
+    def _leave_empty(self, track: Track, prefix: int, context: int, empty: set[int]) -> list[Track]:
+        """Blocks that a chunk of this plan would have filled stay empty: nobody may find them any more.
+
+        Returns those who were admitted in this plan because the blocks would be there: they have to go as well.
+        """
+        scheduler = self._scheduler
+        size, table = scheduler.ledger.block_size, scheduler.ledger.table(track)
+        blocks = list(table[prefix // size : context // size])
+        if scheduler.swap is not None:
+            blocks += scheduler.swap.coming_in(track)
+        taken = scheduler.ledger.hold_nothing(blocks)
+        empty.update(blocks)
+        if not taken:
+            return []
+        others = [chunk.track for chunk in self.chunks if chunk.track is not track]
+        return [other for other in others if not taken.isdisjoint(scheduler.ledger.table(other))]
 
     def _undo_chunk(self, at: int) -> None:
         part = self.parts.pop(at)

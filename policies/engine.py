@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from policies.admission import AdmissionControl
 from policies.batch import BatchShape
 from policies.block_ledger import BlockLedger
+from policies.block_names import BlockNames
 from policies.host import Host
 from policies.ledger import CountingLedger, KVLedger
 from policies.policy import Policy
 from policies.request import Ns
 from policies.scheduler import Scheduler
+from policies.swap import Swap
 
 
 def make_scheduler(
@@ -28,19 +31,25 @@ def make_scheduler(
     estimator: Callable[[BatchShape], Ns] | None = None,
     by_id: bool = False,
     ahead: bool | None = None,
+    prefix_caching: bool = False,
+    names: BlockNames | None = None,
+    swap: Swap | None = None,
+    admission: AdmissionControl | None = None,
 ) -> Scheduler:
     """A scheduler for one engine.
 
     num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output. token_budget, max_num_seqs,
     watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
-    executor needs them; a policy with `prefix_caching` always gets them).
+    executor needs them; prefix caching always does). prefix_caching: share equal prefixes, whatever the policy (one
+    that has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted
+    requests. admission: what to do when memory runs short.
 
     ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's own knob
     `async_scheduling` says, which no policy but vLLM's has.
     """
     if ahead is None:
         ahead = bool(getattr(policy, "async_scheduling", False))
-    caching = bool(getattr(policy, "prefix_caching", False))
+    caching = prefix_caching or bool(getattr(policy, "prefix_caching", False))
     ledger: KVLedger
     if by_id or caching:
         ledger = BlockLedger(
@@ -49,6 +58,7 @@ def make_scheduler(
             max_model_len,
             prefix_caching=caching,
             free_order=getattr(policy, "free_order", "0.32"),
+            names=names,
         )
     else:
         ledger = CountingLedger(num_blocks, block_size, max_model_len)
@@ -67,4 +77,6 @@ def make_scheduler(
         max_num_seqs=policy.default_max_num_seqs() if max_num_seqs is None else max_num_seqs,
         max_model_len=max_model_len,
         watermark=watermark,
+        swap=swap,
+        admission=admission,
     )

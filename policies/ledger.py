@@ -7,7 +7,7 @@ hands out block ids; executor, prefix cache and parity need those. Both grant or
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from policies.errors import PolicyError
@@ -50,6 +50,10 @@ class KVLedger(KVView, Protocol):
         """Give a waiting track the blocks of its prefix hit."""
         ...
 
+    def shared_blocks(self, track: Track, cached: int) -> int:
+        """Blocks of those first `cached` tokens of a waiting track that are on the device already (a prefix hit)."""
+        ...
+
     def extend(self, track: Track, tokens: int) -> None:
         """Let a track that is in no cohort hold blocks for `tokens` tokens in all."""
         ...
@@ -68,6 +72,11 @@ class KVLedger(KVView, Protocol):
 
     def release(self, track: Track) -> None:
         """Take back everything from a track that is in no cohort; its context says how much of it is computed."""
+        ...
+
+    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
+        """The batch that would have filled these blocks is not planned after all: nobody finds them any more.
+        Returns those that another request holds already."""
         ...
 
     def forget(self) -> None:
@@ -111,6 +120,9 @@ class CountingLedger:
         track.blocks = -(-cached // self.block_size)
         self.free_blocks -= track.blocks
 
+    def shared_blocks(self, track: Track, cached: int) -> int:
+        return 0
+
     def extend(self, track: Track, tokens: int) -> None:
         blocks = -(-tokens // self.block_size)
         if blocks > track.blocks:
@@ -129,6 +141,9 @@ class CountingLedger:
     def release(self, track: Track) -> None:
         self.free_blocks += track.blocks
         track.blocks = 0
+
+    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
+        return set()
 
     def forget(self) -> None:
         return

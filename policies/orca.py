@@ -24,6 +24,8 @@ class Orca(Policy):
         choices=("limit", "longest"),
     )  # fmt: skip
 
+    max_prompts: int = knob(0, "most whole prompts in one batch; 0 for no limit, 1 is SARATHI's best case", least=0)
+
     repeats: ClassVar[bool] = True
     paper: ClassVar[str] = "Orca (OSDI 2022), Algorithm 1"
     # The paper names no share; this is the rule of SARATHI's comparison with it.
@@ -33,6 +35,8 @@ class Orca(Policy):
         most = self.max_batch_size or 1 << 60
         # No even shares in a pipeline: whatever is not in flight joins, up to the batch size.
         left = most - draft.decode_all(most)
+        if self.max_prompts:
+            left = min(left, self.max_prompts)
         while left > 0 and queues.waiting:
             head = queues.waiting[0]
             whole = draft.to_prefill(head)

@@ -21,7 +21,7 @@ class Queues:
 
     __slots__ = (
         "_by_class", "_chase_chunks", "_chase_decodes", "_cohorts", "_partial", "decode_tokens_promised",
-        "in_flight_batches", "num_running", "parts", "prefill_tokens", "running_by_slo", "waiting",
+        "in_flight_batches", "in_host_memory", "num_running", "parts", "prefill_tokens", "running_by_slo", "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:
@@ -38,6 +38,7 @@ class Queues:
         self.decode_tokens_promised = 0
         self._chase_chunks = host.chase_chunks or host.chase_decodes
         self._chase_decodes = host.chase_decodes
+        self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
 
@@ -71,6 +72,12 @@ class Queues:
         if partial is None:
             partial = self._partial = [part for part in self.parts if isinstance(part, Track)]
         return partial
+
+    @property
+    def swapped(self) -> list[Track]:
+        """Those of `waiting` whose KV lies in host memory; admitting one brings it back (`draft.resume`)."""
+        held = self.in_host_memory
+        return [track for track in self.waiting if track.request.id in held] if held else []
 
     @property
     def anybody_decodes(self) -> bool:

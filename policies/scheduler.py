@@ -8,10 +8,11 @@ used by a later batch at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 from typing import NamedTuple
 
+from policies.admission import AdmissionControl
 from policies.batch import Batch, BatchShape, Decodes
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
@@ -22,6 +23,7 @@ from policies.ledger import KVLedger
 from policies.policy import Policy
 from policies.queues import Queues
 from policies.request import Ns, Request
+from policies.swap import Preemption, Swap
 from policies.track import Track
 
 
@@ -42,7 +44,8 @@ class Scheduler:
 
     token_budget: most tokens of one batch, None for no limit. max_num_seqs: most requests admitted at once.
     max_model_len: longest prompt + declared output; a longer request is rejected. watermark: share of the pool that
-    admission leaves free (by default as the policy's memory rule says).
+    admission leaves free (by default as the policy's memory rule says). swap: host memory for preempted requests.
+    admission: what to do when memory runs short, beyond what the policy does.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Scheduler:
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         watermark: float | None = None,
+        swap: Swap | None = None,
+        admission: AdmissionControl | None = None,
     ) -> None:
         self.policy = policy
         self.ledger = ledger
@@ -68,6 +73,10 @@ class Scheduler:
         share = policy.memory.watermark if watermark is None else watermark
         self.watermark_blocks = ceil(share * ledger.total_blocks)
         self.queues = Queues(self.host)
+        self.swap = swap
+        self.admission = admission
+        if swap is not None:
+            self.queues.in_host_memory = swap.held
         self.alarm_ns: Ns | None = None
         self.tracks: dict[int, Track] = {}
         self.handover = Handover(self)
@@ -115,6 +124,8 @@ class Scheduler:
         if produced:
             track.first_token_ns = track.last_token_ns = now_ns
         reason = self.why_not(request)
+        if not reason and self.admission is not None:
+            reason = self.admission.why_not(request, self, now_ns)
         if reason:
             track.status, track.reason, track.finished_ns = "rejected", reason, now_ns
             return track
@@ -141,6 +152,8 @@ class Scheduler:
                     self.queues.dequeue(track)
                 if track.blocks:
                     self.ledger.release(track)
+                if self.swap is not None:
+                    self.swap.forget(request_id)
             self._forget(track, unplanned)
             track.status, track.reason, track.finished_ns = status, reason, now_ns
             gone.append(track)
@@ -204,7 +217,10 @@ class Scheduler:
         policy, ledger, host = self.policy, self.ledger, self.host
         while True:
             draft = Draft(self, now_ns)
-            policy.plan(queues, draft, ledger, host, now_ns)
+            if self.admission is None:
+                policy.plan(queues, draft, ledger, host, now_ns)
+            else:
+                self.admission.plan(self, draft, now_ns)
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts:
                 break
@@ -220,6 +236,8 @@ class Scheduler:
         queues.decode_tokens_promised -= batch.shape[5]
         if ledger.by_id:
             batch.new_blocks = ledger.take_new_blocks()
+        if self.swap is not None:
+            batch.swap_out, batch.swap_in = self.swap.take_moves(self._admissions)
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
@@ -282,7 +300,7 @@ class Scheduler:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        if batch.preempted or batch.shape[4] or self.alarm_ns is not None or self._only_now:
+        if batch.preempted or batch.swap_out or batch.shape[4] or self.alarm_ns is not None or self._only_now:
             return 0
         cohort, _, size, _, _ = batch.grown[0]
         if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
@@ -332,17 +350,25 @@ class Scheduler:
         queues.parts.append(track)
         queues.parts_changed()
 
-    def stop(self, track: Track) -> None:
-        """Preempt a running track: back to the front of the queue, to recompute everything."""
+    def stop(self, track: Track, how: Preemption | None = None, empty: Collection[int] = ()) -> None:
+        """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in.
+
+        empty: blocks that it may hold and that were never filled, because the plan that would have done so is undone.
+        """
         queues = self.queues
         unplanned = self._unplanned(track)
+        if empty:
+            table = self.ledger.table(track)
+            filled = next((at for at, block in enumerate(table) if block in empty), len(table))
+            track.own_context = min(track.own_context, filled * self.ledger.block_size)
+        kept = 0 if self.swap is None else self.swap.put_out(track, self, how)
         self._vacate(track)
-        track.computed = 0
+        track.computed = kept
         track.own_context = 0
         track.status = "waiting"
         track.preemptions += 1
         self.preemptions += 1
-        queues.prefill_tokens += track.own_known - unplanned
+        queues.prefill_tokens += track.own_known - kept - unplanned
         queues.enqueue_in_front(track)
 
     def last_admitted(self) -> Track | None:
@@ -487,6 +513,8 @@ class Scheduler:
         if track.hands_over:
             self.handover.held[track.request.id] = track
         self._vacate(track)
+        if self.admission is not None:
+            self.admission.ended(track)
         del self.tracks[track.request.id]
         track.last_token_ns = now_ns
         self._forget(track, 0)
@@ -516,6 +544,8 @@ class Scheduler:
         if track.request.id not in self.handover.held:
             self.ledger.release(track)
         queues.count_running(track, -1)
+        if self.admission is not None:
+            self.admission.left(track)
         track.order = -1
         track.epoch += 1
 

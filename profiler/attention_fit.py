@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.attention_law import BatchLaw, DecodeLaw, batch_us, chunk_share_us, decode_us, fit_law
+from profiler.attention_law import (
+    BatchLaw,
+    DecodeLaw,
+    batch_us,
+    chunk_share_us,
+    decode_us,
+    fit_batch_law,
+    fit_decode_law,
+)
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
 from profiler.profile import parse_chunks
@@ -23,6 +31,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Array = NDArray[np.float64]
+
+UNGROUPED = "without grouped heads"
+"""In the backend of a profile whose decodes read keys and values once a query head."""
 
 MANY_KNOTS = 24
 """More measured coordinates than this along an axis are dense enough for the tables' own knots."""
@@ -45,6 +56,9 @@ class AttentionFit:
         mean. Next to nothing while few sequences are split over the processors, see `SPLIT_BELOW`.
     uneven_token_us: the same beside a chunk: per token by which the longest context beats both the mean and the
         chunk's own end.
+    grouped: decodes of all query heads of a KV head share their reads; otherwise query heads are what is dealt out.
+    streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
+        of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
     region: largest measured tokens, prefix, decodes, context.
     """
 
@@ -57,23 +71,30 @@ class AttentionFit:
     misses: Mapping[str, Lattice] = field(default_factory=dict)
     uneven_decode: tuple[tuple[float, float], ...] = ()
     uneven_token_us: float = 0.0
+    streams_beside: bool = False
+    grouped: bool = True
     region: Mapping[str, int] = field(default_factory=dict)
 
-    def decode_us(self, decodes: ArrayLike, context: ArrayLike) -> Array:
-        """Decodes of equal context and nothing else."""
+    def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
+        """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
         miss = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
-        return decode_us(self.decode_law, decodes, context) * np.exp(miss)
+        return decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
 
     def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """One chunk alone."""
         miss = self.misses["prefill"](tokens, prefix) if "prefill" in self.misses else 0.0
         return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0) * np.exp(miss)
 
-    def batch_us(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array:
-        """One chunk beside at least one decode."""
-        both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context)
+    def batch_us(
+        self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
+    ) -> Array:
+        """One chunk beside at least one decode; `typical` as in `decode_us`."""
+        both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
         if "mixed" in self.misses:
             return both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+        if self.streams_beside:
+            beside = self.decode_us(decodes, context, typical) - self.decode_law.launch
+            return self.prefill_us(tokens, prefix) + np.maximum(beside, 0.0)
         alone = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
         return self.prefill_us(tokens, prefix) + (both - alone)
 
@@ -96,6 +117,38 @@ class AttentionFit:
             return np.zeros(np.shape(decodes))
         knots = np.array(self.uneven_decode)
         return np.interp(np.log2(np.maximum(np.asarray(decodes, float), 1)), np.log2(knots[:, 0]), knots[:, 1])
+
+
+def transferred(fit: AttentionFit, heads: int, kv_heads: int, head_dim: int) -> AttentionFit:
+    """The fit of one head layout restated for another: sequences x KV heads are dealt out, bytes grow with head_dim."""
+    size = head_dim / fit.head_dim
+    streams = kv_heads / fit.kv_heads if fit.grouped else heads / fit.heads
+    batch, decode = fit.batch_law, fit.decode_law
+    misses = dict(fit.misses)
+    if "decode" in misses:
+        known = misses["decode"]
+        misses["decode"] = Lattice([known.axes[0] / streams, known.axes[1]], known.values)
+    return replace(
+        fit,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch_law=replace(
+            batch,
+            step=batch.step * size,
+            decode_step=batch.decode_step * size,
+            write=batch.write * streams * size,
+        ),
+        decode_law=replace(
+            decode,
+            block=decode.block * streams * size,
+            stream=decode.stream * streams * size,
+            alone=decode.alone * size,
+        ),
+        misses=misses,
+        uneven_decode=tuple((n / streams, us * size) for n, us in fit.uneven_decode if n / streams >= 1),
+        uneven_token_us=fit.uneven_token_us * size,
+    )
 
 
 def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
@@ -129,7 +182,10 @@ def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
     heads, kv_heads, head_dim = (int(value) for value in layouts.iloc[0])
     batches = batch_columns(table)
     even = batches[(batches["longest"] <= np.ceil(batches["context"])) & (batches["chunks"].isin((0, 1)))]
-    fit = AttentionFit(heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), region=_region(batches))
+    grouped = not table["backend"].str.contains(UNGROUPED).any()
+    fit = AttentionFit(
+        heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), grouped=grouped, region=_region(batches)
+    )
     fit = _fit_decode(fit, even[even["tokens"] == 0])
     fit = _fit_batches(fit, even[even["tokens"] > 0])
     return _fit_uneven(fit, batches[(batches["longest"] > np.ceil(batches["context"])) & (batches["chunks"] >= 0)])
@@ -145,8 +201,7 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     if not len(rows):
         return fit
     n, c, us = (rows[key].to_numpy(float) for key in ("decodes", "context", "us"))
-    law = fit_law(DecodeLaw, lambda law: decode_us(law, n, c), us)
-    assert isinstance(law, DecodeLaw)
+    law = fit_decode_law(lambda law: decode_us(law, n, c), us)
     miss = _grid([n, c], np.log(us / decode_us(law, n, c)))
     return replace(fit, decode_law=law, misses={**fit.misses, "decode": miss})
 
@@ -156,8 +211,7 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
         return fit
     columns = [rows[key].to_numpy(float) for key in ("tokens", "prefix", "decodes", "context")]
     us = rows["us"].to_numpy(float)
-    law = fit_law(BatchLaw, lambda law: batch_us(law, fit.heads, fit.sms, *columns), us)
-    assert isinstance(law, BatchLaw)
+    law = fit_batch_law(lambda law: batch_us(law, fit.heads, fit.sms, *columns), us)
     miss = np.log(us / batch_us(law, fit.heads, fit.sms, *columns))
     misses = dict(fit.misses)
     alone = columns[2] == 0

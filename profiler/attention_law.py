@@ -18,19 +18,32 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 QUERY_ROWS = 64
+"""Query rows of a thread block: FlashAttention 2 on a paged cache; FlashAttention 3 takes twice as many."""
 CONTEXT_STEP = 128
 
 
 @dataclass(frozen=True)
 class BatchLaw:
-    """Coefficients of `batch_us`, microseconds; `join` >= 1 says how sharply work and the longest block meet."""
+    """Coefficients of `batch_us`, microseconds.
+
+    launch: of the kernels. block: a thread block. step, decode_step: 128 tokens of context for the query rows of one
+    block, for a decode. empty: a block that finds nothing to do. write: storing keys and values of 1000 tokens. join:
+    >= 1, how sharply shared work and the longest block meet. query_rows: rows of a thread block.
+    """
 
     launch: float = 3.0
     block: float = 2.0
     step: float = 4.0
     decode_step: float = 4.0
     empty: float = 0.3
+    write: float = 1.0
     join: float = 1.5
+    query_rows: int = QUERY_ROWS
+
+    @property
+    def waves(self) -> bool:
+        """Whether blocks are dealt in waves; FlashAttention 3 keeps its blocks resident and balances them."""
+        return self.query_rows <= QUERY_ROWS
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
@@ -38,11 +51,12 @@ class BatchLaw:
 
 @dataclass(frozen=True)
 class DecodeLaw:
-    """Coefficients of `decode_us`: microseconds a launch, a sequence, and 1000 tokens of context in all or alone."""
+    """Coefficients of `decode_us`: microseconds a launch, 128 tokens begun of one sequence, and 1000 tokens of context
+    in all or alone."""
 
-    launch: float = 9.0
-    sequence: float = 0.2
-    stream: float = 4.5
+    launch: float = 12.0
+    block: float = 0.15
+    stream: float = 2.0
     alone: float = 3.0
     join: float = 1.5
 
@@ -50,65 +64,131 @@ class DecodeLaw:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
 
 
-def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike) -> tuple[Array, Array]:
+def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike, query_rows: int = QUERY_ROWS) -> tuple[Array, Array]:
     """(thread blocks, context steps) of one chunk and one head; steps counted per block and rounded up."""
     tokens, prefix = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
-    blocks = np.ceil(tokens / QUERY_ROWS)
+    blocks = np.ceil(tokens / query_rows)
+    half_step = 0.5 * (1.0 - query_rows / CONTEXT_STEP)
     # Every second block of 64 rows reaches a new step of 128: the sum of ceil() is the smooth sum and half a step each.
-    mean_end = prefix + np.minimum(tokens, QUERY_ROWS) + (tokens - np.minimum(tokens, QUERY_ROWS)) / 2
+    mean_end = prefix + np.minimum(tokens, query_rows) + (tokens - np.minimum(tokens, query_rows)) / 2
     exact = np.ceil((prefix + tokens) / CONTEXT_STEP)
-    steps = np.where(blocks <= 1, exact * blocks, blocks * (mean_end / CONTEXT_STEP + 0.25))
+    steps = np.where(blocks <= 1, exact * blocks, blocks * (mean_end / CONTEXT_STEP + half_step))
     return blocks, steps
 
 
+def context_steps(context: ArrayLike, typical: bool = False) -> Array:
+    """Steps of 128 tokens that a decode with `context` tokens in the cache, and its own, begins.
+
+    typical: the mean over contexts near this one, half a step above the tokens themselves. Profiles measure multiples
+    of 128, where a step has just begun; contexts in use lie anywhere.
+    """
+    context = np.asarray(context, float)
+    if typical:
+        return np.maximum(1.0, (context + 1) / CONTEXT_STEP + 0.5)
+    return np.ceil((context + 1) / CONTEXT_STEP)
+
+
 def batch_us(
-    law: BatchLaw, heads: int, sms: int, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike
+    law: BatchLaw,
+    heads: int,
+    sms: int,
+    tokens: ArrayLike,
+    prefix: ArrayLike,
+    decodes: ArrayLike,
+    context: ArrayLike,
+    typical: bool = False,
 ) -> Array:
-    """One chunk beside `decodes` decodes of `context` tokens each, one layer, microseconds."""
+    """One chunk beside `decodes` decodes of `context` tokens each, one layer, microseconds; `typical` as in
+    `context_steps`, for the decodes."""
     tokens, prefix, decodes, context = (np.asarray(a, float) for a in (tokens, prefix, decodes, context))
-    blocks, steps = chunk_blocks(tokens, prefix)
-    decode_steps = np.where(decodes > 0, np.ceil((context + 1) / CONTEXT_STEP), 0.0)
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
+    decode_steps = np.where(decodes > 0, context_steps(context, typical), 0.0)
     empty = decodes * np.maximum(blocks - 1, 0)
     work = law.block * (blocks + decodes) + law.step * steps + law.decode_step * decodes * decode_steps
-    shared = heads / sms * (work + law.empty * empty)
     longest = np.where(tokens > 0, np.ceil((prefix + tokens) / CONTEXT_STEP), 0.0)
     alone = law.block + law.step * np.maximum(longest, decode_steps)
-    return law.launch + (shared**law.join + alone**law.join) ** (1.0 / law.join)
+    dealt = heads * (blocks + decodes) / sms
+    joined = joined_us(law, heads / sms * (work + law.empty * empty), alone, dealt)
+    return law.launch + joined + law.write * (tokens + decodes) / 1000.0
+
+
+def joined_us(law: BatchLaw, shared: Array, alone: Array, dealt: Array) -> Array:
+    """Time of `dealt` thread blocks a processor: the longest one while each has a processor of its own; beyond that,
+    the part of the shared work that has to wait for one, and the longest."""
+    waiting = shared * np.maximum(0.0, 1.0 - 1.0 / np.maximum(dealt, 1e-9)) if law.waves else shared
+    return np.asarray((waiting**law.join + alone**law.join) ** (1.0 / law.join))
 
 
 def chunk_share_us(law: BatchLaw, heads: int, sms: int, tokens: ArrayLike, prefix: ArrayLike) -> Array:
     """What a further chunk adds to a batch whose longest block is another's: its work over all processors."""
-    blocks, steps = chunk_blocks(tokens, prefix)
-    return heads / sms * (law.block * blocks + law.step * steps)
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
+    return heads / sms * (law.block * blocks + law.step * steps) + law.write * np.asarray(tokens, float) / 1000.0
 
 
-def decode_us(law: DecodeLaw, decodes: ArrayLike, context: ArrayLike) -> Array:
-    """`decodes` decodes of `context` tokens each and nothing else, one layer, microseconds."""
+def decode_us(law: DecodeLaw, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
+    """`decodes` decodes of `context` tokens each and nothing else, one layer, microseconds; `typical` as in
+    `context_steps`."""
     decodes, context = np.asarray(decodes, float), np.asarray(context, float)
-    shared = decodes * (law.sequence + law.stream * context / 1000.0)
+    shared = decodes * (law.block * context_steps(context, typical) + law.stream * context / 1000.0)
     alone = law.alone * context / 1000.0
-    return law.launch + (shared**law.join + alone**law.join) ** (1.0 / law.join)
+    most = np.maximum(np.maximum(shared, alone), 1e-30)
+    return law.launch + most * ((shared / most) ** law.join + (alone / most) ** law.join) ** (1.0 / law.join)
 
 
-def fit_law(kind: type, predict: Callable[..., Array], measured: Array, weights: Array | None = None) -> object:
-    """Coefficients that minimise the log error of `predict(law)`; robust, so that no cliff bends the whole law."""
+BATCH_PRIOR = {"launch": 3.0, "block": 0.5, "step": 0.0, "decode_step": 1.17, "empty": 0.128, "write": 0.3, "join": 1.8}
+"""Where coefficients lie that data leave open: block, decode_step, empty and write as multiples of step. Values of
+FlashAttention 2 on the RTX 4090 and RTX PRO 6000, the two devices measured with chunks, prefixes and decodes mixed."""
+
+_RELATIVE = ("block", "decode_step", "empty", "write")
+PRIOR_WEIGHT = 0.05
+
+
+def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array, query_rows: int = QUERY_ROWS) -> BatchLaw:
+    """Coefficients that minimise the log error of `predict(law)` over rows; a prior decides what they leave open."""
+    names = list(BATCH_PRIOR)
+    prior = np.log([max(BATCH_PRIOR[name], 1e-12) for name in names])
+    step = names.index("step")
+    start = prior.copy()
+    start[step] = np.log(4.0)
+
+    def law_of(x: Array) -> BatchLaw:
+        values = dict(zip(names, np.exp(x), strict=True))
+        for name in _RELATIVE:
+            values[name] *= values["step"]
+        values["join"] = max(1.0, values["join"])
+        return BatchLaw(**{name: float(value) for name, value in values.items()}, query_rows=query_rows)
+
+    def pull(x: Array) -> Array:
+        away = (x - prior) * PRIOR_WEIGHT
+        away[step] = 0.0
+        return away
+
+    return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), pull, start))
+
+
+def fit_decode_law(predict: Callable[[DecodeLaw], Array], measured: Array) -> DecodeLaw:
+    """The same for decodes alone."""
+    names = [field.name for field in fields(DecodeLaw)]
+    start = np.log([getattr(DecodeLaw(), name) for name in names])
+
+    def law_of(x: Array) -> DecodeLaw:
+        values = dict(zip(names, np.exp(x), strict=True))
+        values["join"] = max(1.0, values["join"])
+        return DecodeLaw(**{name: float(value) for name, value in values.items()})
+
+    return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), lambda x: (x - start) * PRIOR_WEIGHT, start))
+
+
+def _least(miss: Callable[[Array], Array], pull: Callable[[Array], Array], start: Array) -> Array:
+    """Robust least squares: a cliff in the data must not bend the whole law."""
     from scipy.optimize import least_squares
 
-    names = [field.name for field in fields(kind)]
-    start = np.log([getattr(kind(), name) for name in names])
-    scale = np.ones_like(measured) if weights is None else np.sqrt(weights)
-    target = np.log(measured)
-
-    def law_of(x: Array) -> object:
-        values = dict(zip(names, np.exp(x), strict=True))
-        values["join"] = max(1.0, float(values["join"]))
-        return kind(**{key: float(value) for key, value in values.items()})
-
-    def error(x: Array) -> Array:
-        return (np.log(predict(law_of(x))) - target) * scale
-
-    low, high = start - 7.0, start + 7.0
-    join = names.index("join")
-    low[join], high[join] = 0.0, np.log(20.0)
-    found = least_squares(error, start, bounds=(low, high), loss="soft_l1", f_scale=0.1, max_nfev=200)
-    return law_of(found.x)
+    found = least_squares(
+        lambda x: np.concatenate([miss(x), pull(x)]),
+        start,
+        bounds=(start - 7.0, start + 7.0),
+        loss="soft_l1",
+        f_scale=0.1,
+        max_nfev=200,
+    )
+    return np.asarray(found.x)

@@ -7,13 +7,14 @@ plain twins of the vector ones: same cells, same operations in the same order, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.attention_law import CONTEXT_STEP, QUERY_ROWS, BatchLaw
+from profiler.attention_law import CONTEXT_STEP, BatchLaw
 
 Array = NDArray[np.float64]
 
@@ -34,11 +35,13 @@ class AttentionSource(Protocol):
     sms: int
     uneven_token_us: float
 
-    def decode_us(self, decodes: ArrayLike, context: ArrayLike) -> Array: ...
+    def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array: ...
 
     def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array: ...
 
-    def batch_us(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array: ...
+    def batch_us(
+        self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
+    ) -> Array: ...
 
     def uneven_decode_us(self, decodes: ArrayLike) -> Array: ...
 
@@ -67,10 +70,19 @@ class Axis:
 class AttentionTables:
     """See the module. `layers` scales nothing here: results are ns of one layer."""
 
-    def __init__(self, source: AttentionSource, *, window: int | None = None, fused: bool = True, uneven: bool = True):
+    def __init__(
+        self,
+        source: AttentionSource,
+        *,
+        window: int | None = None,
+        fused: bool = True,
+        uneven: bool = True,
+        padded: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+    ) -> None:
         """window: tokens that attention looks back. fused False: a chunk and decodes cost their sum (an ablation).
 
-        uneven False: contexts are taken as equal (an ablation).
+        uneven False: contexts are taken as equal (an ablation). padded: batch sizes as a CUDA graph was captured for,
+        which is when a kernel decides whether to split contexts.
         """
         self.window = window or 0
         self.fused = fused
@@ -82,25 +94,30 @@ class AttentionTables:
 
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
         counts = np.arange(DECODE_LIMIT + 1, dtype=float)
-        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :]) * 1e3
+        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :], typical=True) * 1e3
         slope = np.diff(value, axis=1) * self.contexts.inverse
         self._decode_slope = np.concatenate([slope, slope[:, -1:]], axis=1)
         self._decode_base = value - self._decode_slope * self.contexts.knots
         self._decode_row = len(self.contexts.knots)
-        self._beyond = source.uneven_decode_us(np.maximum(counts, 1)) * (1e3 if uneven else 0.0)
+        captured = padded(np.arange(DECODE_LIMIT + 1)) if padded else counts
+        self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
         self._chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
         grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
-        self._mixed = (source.batch_us(*grid) * 1e3).reshape(-1) if fused else np.zeros(0)
+        shape = tuple(axis.size for axis in grid)
+        everywhere = np.broadcast_to(source.batch_us(*grid, typical=True) * 1e3, shape) if fused else np.zeros(0)
+        self._mixed = everywhere.reshape(-1)
         self._strides = (
             len(far) * len(self.decodes.knots) * len(far),
             len(self.decodes.knots) * len(far),
             len(far),
         )
         law, machine = source.batch_law, source.heads / source.sms * 1e3
-        self._share_block = law.block * machine + 0.25 * law.step * machine
+        self._share_block = (law.block + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * law.step) * machine
         self._share_step = law.step * machine / CONTEXT_STEP
+        self._share_token = law.write
+        self._query_rows = law.query_rows
         self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
         self._make_lists()
 
@@ -111,6 +128,18 @@ class AttentionTables:
         self._beyond_list: list[float] = self._beyond.tolist()
         self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
         self._mixed_list: list[float] = self._mixed.tolist()
+
+    def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
+        """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
+        other = copy(self)
+        other._decode_base, other._decode_slope = self._decode_base * decode, self._decode_slope * decode
+        other._beyond = self._beyond * decode
+        other._chunk, other._mixed = self._chunk * chunk, self._mixed * mixed
+        other._share_block, other._share_step = self._share_block * chunk, self._share_step * chunk
+        other._share_token = self._share_token * chunk
+        other._uneven = self._uneven * mixed
+        other._make_lists()
+        return other
 
     def _seen(self, context: Any) -> Any:
         """Contexts as attention sees them under a sliding window."""
@@ -170,11 +199,11 @@ class AttentionTables:
 
     def _main_chunk(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int, float, int]:
         """(tokens, prefix) of the chunk with most work, the others' share of the machine, the furthest end of any."""
-        block, step = self._share_block, self._share_step
+        block, step, each, rows = self._share_block, self._share_step, self._share_token, self._query_rows
         best, total, end, main = -1.0, 0.0, 0, (0, 0)
         for tokens, prefix in chunks:
-            blocks = (tokens + QUERY_ROWS - 1) // QUERY_ROWS
-            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS))
+            blocks = (tokens + rows - 1) // rows
+            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * rows)) + each * tokens
             total = total + share
             if share > best:
                 best, main = share, (tokens, prefix)
@@ -252,8 +281,10 @@ class AttentionTables:
     ) -> Array:
         """`batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
         starts = offsets[:-1]
-        blocks = (tokens + (QUERY_ROWS - 1)) // QUERY_ROWS
-        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS))
+        query_rows = self._query_rows
+        blocks = (tokens + (query_rows - 1)) // query_rows
+        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * query_rows))
+        share = share + self._share_token * tokens
         sizes = np.diff(offsets)
         best = np.maximum.reduceat(share, starts)
         is_best = np.flatnonzero(share == np.repeat(best, sizes))

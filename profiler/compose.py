@@ -1,8 +1,8 @@
 """A device's measured operators and a model's shape, put together: the cost model of any dense model on that device.
 
 A model that was profiled itself finds every operator in its own width. For any other, GEMMs and attention come from the
-nearest measured ones (`profiler.gemm_fit`, `profiler.attention_transfer`), norms and activations by their bytes, and
-the result says which operators are composed, so that nothing counts as inside the measured region that is not.
+nearest measured ones (`profiler.gemm_law`, `profiler.attention_family`), norms and activations by their bytes, and the
+result says which operators are composed, so that nothing counts as inside the measured region that is not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
 from profiler.fitted import Engine, FittedModel, Region
 from profiler.hardware import Hardware
+from profiler.intervals import half_widths
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import ModelSpec
 from profiler.roofline_constants import RooflineConstants
@@ -63,18 +64,22 @@ def compose(
         window=spec.sliding_window,
         fused=parts.terms.fused_batches,
         uneven=parts.terms.uneven_contexts and not spec.sliding_window,
+        padded=parts.terms.padded,
     )
+    layers, first, last, sampled = parts.layer_rows(), parts.first_rows(), parts.last_rows(), parts.sampled()
+    region = parts.region()
     engine = Engine(
         name,
         split,
-        parts.layer_rows(),
-        parts.first_rows(),
-        parts.last_rows(),
-        parts.sampled(),
+        layers,
+        first,
+        last,
+        sampled,
         attention,
-        parts.region(),
+        region,
         parts.terms,
         _send(hardware, spec, pipeline_link),
+        half_widths=half_widths(fit.errors, region.composed),
         provenance=parts.provenance(),
     )
     return FittedModel(engine)
@@ -91,15 +96,12 @@ class _Parts:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def gemm(self, name: str, n: int, k: int) -> Curve:
-        curve = self.fit.curve(name, n, k)
-        if curve is None:
-            from profiler.gemm_fit import gemm_curve
-
-            curve = gemm_curve(self.fit, self.hardware, name, n, k)
+        curve, measured = self.fit.gemm(name, n, k)
+        if not measured:
             self.composed.append(f"{name} {n}x{k}")
         if name != "head":
             self.reach.append(float(curve.rows[-1]))
-        return curve.stepped_us
+        return lambda rows: self.fit.gemm_us(curve, rows)
 
     def elementwise(self, name: str, width: int, moved: float) -> Curve:
         """A norm, activation or rotary embedding: its own curve, another width's by bytes, or one pass over memory."""
@@ -177,11 +179,8 @@ class _Parts:
 
     def attention(self) -> Any:
         heads, kv = self.spec.heads // self.tp, self.spec.kv_heads_per_device(self.tp)
-        found = self.fit.attention_of(heads, kv, self.spec.head_dim)
-        if found is None:
-            from profiler.attention_transfer import attention_for
-
-            found = attention_for(self.fit, self.hardware, heads, kv, self.spec.head_dim)
+        found, measured = self.fit.attention_of(heads, kv, self.spec.head_dim)
+        if not measured:
             self.composed.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
         self._region = found.region
         return found

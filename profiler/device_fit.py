@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from profiler.attention_fit import AttentionFit, fit_attention
+from profiler.attention_family import AttentionFamily, fit_families, nearest_family
+from profiler.attention_fit import AttentionFit, fit_attention, transferred
 from profiler.errors import ProfileError
+from profiler.gemm_law import (
+    GemmLaw,
+    composed_curve,
+    curve_us,
+    fit_gemm_law,
+    gemm_grid,
+    gemm_noise,
+    without_noise,
+)
+from profiler.lattice import Lattice
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -31,6 +43,7 @@ class Collective:
 class DeviceFit:
     """Everything fitted from one profile.
 
+    attention: head layouts with fits of their own; families: where a kernel table has dozens of layouts.
     gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
     the models that were measured themselves, as (model, tensor_parallel). errors: held-out errors by operator (see
     `profiler.holdout`). noise: relative spread of repeats by operator.
@@ -39,7 +52,9 @@ class DeviceFit:
     gpu: str
     dtype: str
     curves: tuple[RowCurve, ...]
-    attention: tuple[AttentionFit, ...]
+    attention: tuple[AttentionFit, ...] = ()
+    families: tuple[AttentionFamily, ...] = ()
+    gemm_law: GemmLaw | None = None
     collectives: tuple[Collective, ...] = ()
     profiled: tuple[tuple[str, int], ...] = ()
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -60,11 +75,35 @@ class DeviceFit:
             return None
         return min(found, key=lambda curve: max(curve.n, n) / min(curve.n, n)).widened(n)
 
-    def attention_of(self, heads: int, kv_heads: int, head_dim: int) -> AttentionFit | None:
+    def gemm(self, name: str, n: int, k: int) -> tuple[RowCurve, bool]:
+        """The curve of a GEMM, and whether it was measured in this shape."""
+        found = self.curve(name, n, k)
+        if found is not None:
+            return found, True
+        return composed_curve(self.gemm_law, self.curves, self._gemm_grid, name, n, k), False
+
+    @cached_property
+    def _gemm_grid(self) -> Lattice | None:
+        return gemm_grid(self.gemm_law, self.curves)
+
+    def gemm_us(self, curve: RowCurve, rows: Any) -> Any:
+        """Microseconds of a GEMM at any row count."""
+        return curve_us(self.gemm_law, curve, rows)
+
+    def attention_of(self, heads: int, kv_heads: int, head_dim: int) -> tuple[AttentionFit, bool]:
+        """The fit of a head layout, and whether it was measured itself; raises ProfileError where none can serve."""
         for fit in self.attention:
             if (fit.heads, fit.kv_heads, fit.head_dim) == (heads, kv_heads, head_dim):
-                return fit
-        return None
+                return fit, True
+        family = nearest_family(self.families, heads, kv_heads, head_dim)
+        if family is not None:
+            measured = family.group * kv_heads == heads and f"decode:{kv_heads}" in family.misses
+            return family.for_layout(heads, kv_heads), measured
+        near = [family.for_layout(heads, kv_heads) for family in self.families] or list(self.attention)
+        if not near:
+            raise ProfileError(f"fitted model {self.gpu}: no attention was measured")
+        closest = min(near, key=lambda fit: abs(fit.heads / fit.kv_heads - heads / kv_heads))
+        return transferred(closest, heads, kv_heads, head_dim), False
 
 
 def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
@@ -78,22 +117,46 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
         RowCurve.from_points(str(operator), int(n), int(k), group["rows"], group["median_s"] * 1e6)
         for (operator, n, k), group in rowwise.groupby(["operator", "n", "k"], sort=True)
     )
-    layouts = ["heads", "kv_heads", "head_dim"]
-    attention = tuple(
-        fit_attention(group, hardware.sms) for _, group in profile.rows_of("attention").groupby(layouts, sort=True)
-    )
+    rows = profile.rows_of("attention")
+    layouts = rows.groupby(["heads", "kv_heads", "head_dim"], sort=True)
+    attention: tuple[AttentionFit, ...] = ()
+    families: tuple[AttentionFamily, ...] = ()
+    if len(layouts) > MANY_LAYOUTS:
+        kernel = "fa3" if rows["backend"].str.contains("fa3").any() else "fa2"
+        families = fit_families(rows, hardware.sms, kernel)
+    else:
+        attention = tuple(fit_attention(group, hardware.sms) for _, group in layouts)
     collectives = tuple(
         Collective(int(tp), RowCurve.from_points("all_reduce", 0, 0, group["bytes"], group["median_s"] * 1e6))
         for tp, group in profile.rows_of("all_reduce").groupby("tensor_parallel", sort=True)
     )
-    if not curves and not attention:
+    if not curves and not attention and not families:
         raise ProfileError("profile: no operator that can be fitted")
     models = table.loc[table["model"] != "", ["model", "tensor_parallel"]].drop_duplicates()
     profiled = tuple((str(model), int(tp)) for model, tp in models.itertuples(index=False))
     provenance = {**profile.provenance, "rows": len(table)}
+    law = fit_gemm_law(curves, hardware)
+    noise = _noise(table)
+    if law is not None:
+        scatter = gemm_noise(curves, law)
+        noise |= {} if scatter is None else {"gemm, counts of one tile, p90": scatter}
+        curves = without_noise(curves, law)
     return DeviceFit(
-        hardware.name, str(dtypes[0]), curves, attention, collectives, profiled, provenance, noise=_noise(table)
+        gpu=hardware.name,
+        dtype=str(dtypes[0]),
+        curves=curves,
+        attention=attention,
+        families=families,
+        gemm_law=law,
+        collectives=collectives,
+        profiled=profiled,
+        provenance=provenance,
+        noise=noise,
     )
+
+
+MANY_LAYOUTS = 8
+"""With more head layouts than this a profile is a kernel table of a device rather than the profile of a model."""
 
 
 def _noise(table: Any) -> dict[str, float]:

@@ -26,6 +26,7 @@ class Hardware:
     memory_bandwidth: bytes per second. sms: processors that blocks of a kernel are dealt to in waves.
     link, link_bandwidth: connection between the GPUs of one node, bytes per second in one direction.
     network_bandwidth: the same between nodes, per GPU; None where no usual node has one.
+    host_bandwidth: the same to the host's memory, per GPU; None where it is not known.
     remembered: fields known without a source at hand. source: where the others were read.
     """
 
@@ -38,6 +39,7 @@ class Hardware:
     link_bandwidth: float
     title: str = ""
     network_bandwidth: float | None = None
+    host_bandwidth: float | None = None
     power_w: float | None = None
     remembered: tuple[str, ...] = ()
     source: str = ""
@@ -48,8 +50,9 @@ class Hardware:
             raise ProfileError(f"gpu {self.name}: peak_flops: found {found!r}, expected a table of dtype = FLOPs per s")
         rates = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         rates |= {key: getattr(self, key) for key in ("memory_bytes", "memory_bandwidth", "sms", "link_bandwidth")}
-        if self.network_bandwidth is not None:
-            rates["network_bandwidth"] = self.network_bandwidth
+        for key in ("network_bandwidth", "host_bandwidth"):
+            if getattr(self, key) is not None:
+                rates[key] = getattr(self, key)
         for key, value in rates.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected a number above 0")

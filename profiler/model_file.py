@@ -1,4 +1,6 @@
-"""Fitted models on disk: one readable JSON and, beside it under the same stem, the arrays it names (npz, no pickle).
+"""Fitted models on disk: one readable JSON and, beside it under the same stem, its numbers (npz, no pickle).
+
+The npz holds one long row of floats; wherever the JSON needs an array it says [where it starts, its shape ...].
 
 A model file is data from a stranger until checked: sizes before anything is unpacked, then every name, shape and value.
 Nothing in it can name a path, and nothing in it is executed.
@@ -11,6 +13,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from profiler.attention_family import AttentionFamily
 from profiler.attention_fit import AttentionFit
 from profiler.attention_law import BatchLaw, DecodeLaw
 from profiler.device_fit import Collective, DeviceFit
 from profiler.errors import ProfileError
+from profiler.gemm_law import TILES, GemmLaw
 from profiler.lattice import Lattice
 from profiler.row_curves import RowCurve
 
@@ -31,7 +36,7 @@ FORMAT = "charioteer fitted model"
 VERSION = 1
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
-MAX_ARRAYS = 20_000
+MAX_ENTRIES = 20_000
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
@@ -50,19 +55,22 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
     path = Path(path)
     if path.suffix != ".json":
         raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .json")
-    arrays: dict[str, Array] = {}
+    pieces: list[NDArray[np.float32]] = []
+    kept: dict[bytes, list[int]] = {}
 
-    def keep(name: str, values: Any) -> str:
-        arrays[name] = np.asarray(values, np.float32)
-        return name
+    def keep(values: Any) -> list[int]:
+        piece = np.asarray(values, np.float32)
+        key = repr(piece.shape).encode() + piece.tobytes()
+        if key not in kept:
+            kept[key] = [sum(one.size for one in pieces), *piece.shape]
+            pieces.append(piece)
+        return kept[key]
 
-    def curve(item: RowCurve, name: str) -> dict[str, Any]:
-        rows, us = keep(f"{name}.rows", item.rows), keep(f"{name}.us", item.us)
-        return {"operator": item.operator, "n": item.n, "k": item.k, "rows": rows, "us": us}
+    def curve(item: RowCurve) -> dict[str, Any]:
+        return {"operator": item.operator, "n": item.n, "k": item.k, "rows": keep(item.rows), "us": keep(item.us)}
 
-    def lattice(item: Lattice, name: str) -> dict[str, Any]:
-        axes = [keep(f"{name}.axis{index}", axis) for index, axis in enumerate(item.axes)]
-        return {"axes": axes, "values": keep(f"{name}.values", item.values)}
+    def lattice(item: Lattice) -> dict[str, Any]:
+        return {"axes": [keep(axis) for axis in item.axes], "values": keep(item.values)}
 
     document = {
         "format": FORMAT,
@@ -73,10 +81,21 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
         "profiled": [list(pair) for pair in fit.profiled],
         "errors": {key: dict(value) for key, value in fit.errors.items()},
         "noise": dict(fit.noise),
-        "curves": [curve(item, f"curve{index}") for index, item in enumerate(fit.curves)],
-        "collectives": [
-            {"participants": item.participants, **curve(item.curve, f"collective{index}")}
-            for index, item in enumerate(fit.collectives)
+        "curves": [curve(item) for item in fit.curves],
+        "collectives": [{"participants": item.participants, **curve(item.curve)} for item in fit.collectives],
+        "gemm_law": fit.gemm_law and asdict(fit.gemm_law),
+        "families": [
+            {
+                "head_dim": item.head_dim,
+                "group": item.group,
+                "sms": item.sms,
+                "kernel": item.kernel,
+                "batch_law": item.batch_law.as_dict(),
+                "decode_law": item.decode_law.as_dict(),
+                "region": dict(item.region),
+                "misses": {key: lattice(grid) for key, grid in item.misses.items()},
+            }
+            for item in fit.families
         ],
         "attention": [
             {
@@ -88,21 +107,35 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "decode_law": item.decode_law.as_dict(),
                 "uneven_decode": [list(pair) for pair in item.uneven_decode],
                 "uneven_token_us": item.uneven_token_us,
+                "streams_beside": item.streams_beside,
+                "grouped": item.grouped,
                 "region": dict(item.region),
-                "misses": {key: lattice(grid, f"attention{index}.{key}") for key, grid in item.misses.items()},
+                "misses": {key: lattice(grid) for key, grid in item.misses.items()},
             }
-            for index, item in enumerate(fit.attention)
+            for item in fit.attention
         ],
     }
     target = path.with_suffix(".npz")
     part = target.with_name(target.name + ".part")
     with part.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+        np.savez_compressed(file, values=np.concatenate([piece.reshape(-1) for piece in pieces]))
     document["arrays_sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
     text = path.with_name(path.name + ".part")
-    text.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text.write_text(_readable(document), encoding="utf-8")
     part.replace(target)
     text.replace(path)
+
+
+def _readable(document: Mapping[str, Any]) -> str:
+    """JSON with one line an entry of a list, one line a value otherwise."""
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, list) and value:
+            inside = ",\n  ".join(json.dumps(item) for item in value)
+            lines.append(f" {json.dumps(key)}: [\n  {inside}\n ]")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_model(path: str | Path) -> DeviceFit:
@@ -115,12 +148,14 @@ def read_model(path: str | Path) -> DeviceFit:
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         found = f"{document.get('format')!r} version {document.get('version')!r}"
         raise ProfileError(f"{path}: found {found}, expected {FORMAT!r} version {VERSION}")
-    arrays = _read_arrays(path.with_suffix(".npz"), entry.text("arrays_sha256"))
+    arrays = _read_values(path.with_suffix(".npz"), entry.text("arrays_sha256"))
     return DeviceFit(
         gpu=entry.text("gpu"),
         dtype=entry.text("dtype"),
         curves=tuple(_curve(item, arrays) for item in entry.items("curves")),
         attention=tuple(_attention(item, arrays) for item in entry.items("attention")),
+        families=tuple(_family(item, arrays) for item in entry.items("families")),
+        gemm_law=_gemm_law(entry),
         collectives=tuple(
             Collective(item.count("participants", least=2), _curve(item, arrays)) for item in entry.items("collectives")
         ),
@@ -171,7 +206,7 @@ class _Entry:
 
     def items(self, key: str) -> list[_Entry]:
         value = self.values.get(key, [])
-        if not isinstance(value, list) or len(value) > MAX_ARRAYS:
+        if not isinstance(value, list) or len(value) > MAX_ENTRIES:
             self.fail(key, value, "a list")
         return [_Entry(self.path, f"{key}[{index}]", item) for index, item in enumerate(value)]
 
@@ -185,11 +220,15 @@ class _Entry:
             self.fail(key, value, "pairs of the right kind")
             raise AssertionError from None
 
-    def array(self, key: str, arrays: Mapping[str, Array]) -> Array:
-        name = self.values.get(key)
-        if not isinstance(name, str) or name not in arrays:
-            self.fail(key, name, "the name of an array of the .npz")
-        return arrays[str(name)]
+    def array(self, key: str, values: Array) -> Array:
+        return self.cut(key, self.values.get(key), values)
+
+    def cut(self, key: str, place: Any, values: Array) -> Array:
+        """The piece of the long row that starts at place[0] and has the shape place[1:]."""
+        whole = isinstance(place, list) and 2 <= len(place) <= 5 and all(type(one) is int for one in place)
+        if not whole or min(place) < 0 or min(place[1:]) < 1 or place[0] + math.prod(place[1:]) > values.size:
+            self.fail(key, place, f"[start, shape ...] within the {values.size} values of the .npz")
+        return values[place[0] : place[0] + math.prod(place[1:])].reshape(place[1:])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -208,8 +247,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _read_arrays(path: Path, digest: str) -> dict[str, Array]:
-    """All arrays as float64, checked for size before unpacking, for type and for finite values."""
+def _read_values(path: Path, digest: str) -> Array:
+    """The long row of floats, checked for size before unpacking, for type and for finite values."""
     try:
         if path.stat().st_size > MAX_ARRAY_BYTES:
             raise ProfileError(f"{path}: found {path.stat().st_size} bytes, expected at most {MAX_ARRAY_BYTES}")
@@ -217,25 +256,28 @@ def _read_arrays(path: Path, digest: str) -> dict[str, Array]:
             raise ProfileError(f"{path}: does not belong to the .json beside it (arrays_sha256 differs)")
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            if len(members) > MAX_ARRAYS or sum(member.file_size for member in members) > MAX_ARRAY_BYTES:
-                raise ProfileError(f"{path}: unpacks to more than {MAX_ARRAY_BYTES} bytes or {MAX_ARRAYS} arrays")
+            if [member.filename for member in members] != ["values.npy"]:
+                raise ProfileError(f"{path}: found {[member.filename for member in members][:3]}, expected values.npy")
+            if members[0].file_size > MAX_ARRAY_BYTES:
+                raise ProfileError(f"{path}: unpacks to more than {MAX_ARRAY_BYTES} bytes")
         with np.load(path, allow_pickle=False) as data:
-            arrays = {name: data[name] for name in data.files}
+            values = data["values"]
     except FileNotFoundError:
         raise ProfileError(f"{path}: no such file; a fitted model is a .json with an .npz beside it") from None
     except ProfileError:
         raise
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, SyntaxError) as error:
         raise ProfileError(f"{path}: cannot be read as arrays: {str(error).splitlines()[0]}") from None
-    for name, values in arrays.items():
-        if not isinstance(values, np.ndarray) or values.dtype.kind != "f" or values.ndim > 4 or not values.size:
-            raise ProfileError(f"{path}: {name}: found {getattr(values, 'dtype', type(values))}, expected floats")
-        if not np.isfinite(values).all():
-            raise ProfileError(f"{path}: {name}: found a value that is not finite")
-    return {name: values.astype(np.float64) for name, values in arrays.items()}
+    if not isinstance(values, np.ndarray) or values.dtype.kind != "f" or values.ndim != 1:
+        raise ProfileError(
+            f"{path}: values: found {getattr(values, 'dtype', type(values))}, expected one row of floats"
+        )
+    if not np.isfinite(values).all():
+        raise ProfileError(f"{path}: values: found one that is not finite")
+    return values.astype(np.float64)
 
 
-def _curve(entry: _Entry, arrays: Mapping[str, Array]) -> RowCurve:
+def _curve(entry: _Entry, arrays: Array) -> RowCurve:
     rows, us = entry.array("rows", arrays), entry.array("us", arrays)
     if rows.ndim != 1 or rows.shape != us.shape:
         entry.fail("us", us.shape, f"one dimension and as many values as rows {rows.shape}")
@@ -246,12 +288,55 @@ def _curve(entry: _Entry, arrays: Mapping[str, Array]) -> RowCurve:
     return RowCurve(entry.text("operator"), entry.count("n"), entry.count("k"), rows, us)
 
 
-def _attention(entry: _Entry, arrays: Mapping[str, Array]) -> AttentionFit:
+def _gemm_law(entry: _Entry) -> GemmLaw | None:
+    if entry.values.get("gemm_law") is None:
+        return None
+    law = _Entry(entry.path, "gemm_law", entry.values["gemm_law"])
+    shares = law.values.get("efficiency")
+    if not isinstance(shares, list) or len(shares) != len(TILES):
+        law.fail("efficiency", shares, f"{len(TILES)} shares")
+    each = _Entry(entry.path, "gemm_law.efficiency", {str(index): share for index, share in enumerate(shares or [])})
+    return GemmLaw(
+        efficiency=tuple(each.number(str(index), 1e-6, 2.0) for index in range(len(TILES))),
+        memory=law.number("memory", 1e-6, 2.0),
+        launch_us=law.number("launch_us", 0, 1e6),
+        tile_us=law.number("tile_us", 0, 1e6),
+        sms=law.count("sms", least=1),
+        flops_per_us=law.number("flops_per_us", 1.0, 1e15),
+        bytes_per_us=law.number("bytes_per_us", 1.0, 1e15),
+    )
+
+
+def _misses(entry: _Entry, arrays: Array) -> dict[str, Lattice]:
     misses = {}
     for key, value in entry.mapping("misses").items():
-        if key not in _AXES:
+        axes = _AXES.get(key.partition(":")[0])
+        if axes is None:
             entry.fail("misses", key, f"one of {', '.join(_AXES)}")
-        misses[key] = _lattice(_Entry(entry.path, f"{entry.where}.misses.{key}", value), _AXES[key], arrays)
+        misses[key] = _lattice(_Entry(entry.path, f"{entry.where}.misses.{key}", value), axes or 0, arrays)
+    return misses
+
+
+def _family(entry: _Entry, arrays: Array) -> AttentionFamily:
+    misses = _misses(entry, arrays)
+    if not {"decode", "prefill"} <= set(misses):
+        entry.fail("misses", sorted(misses), "decode and prefill")
+    if entry.text("kernel") not in ("fa2", "fa3"):
+        entry.fail("kernel", entry.values["kernel"], "fa2 or fa3")
+    region = _Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
+    return AttentionFamily(
+        head_dim=entry.count("head_dim", least=1),
+        group=entry.count("group", least=1),
+        sms=entry.count("sms", least=1),
+        kernel=entry.text("kernel"),
+        batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
+        decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
+        misses=misses,
+        region={key: region.count(key) for key in ("streams", "context", "tokens", "query_heads")},
+    )
+
+
+def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
     region = _Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
     return AttentionFit(
         heads=entry.count("heads", least=1),
@@ -260,16 +345,21 @@ def _attention(entry: _Entry, arrays: Mapping[str, Array]) -> AttentionFit:
         sms=entry.count("sms", least=1),
         batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
         decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
-        misses=misses,
+        misses=_misses(entry, arrays),
         uneven_decode=_slopes(entry),
         uneven_token_us=entry.number("uneven_token_us", 0, 1e3),
+        streams_beside=entry.values.get("streams_beside") is True,
+        grouped=entry.values.get("grouped") is not False,
         region={key: region.count(key) for key in _REGION},
     )
 
 
-def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, float]:
+def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, Any]:
     values = _Entry(entry.path, f"{entry.where}.{key}", entry.values.get(key))
-    return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
+    found = {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
+    if isinstance(law, BatchLaw):
+        found["query_rows"] = values.count("query_rows", least=1)
+    return found
 
 
 def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:
@@ -280,11 +370,11 @@ def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:
     return slopes
 
 
-def _lattice(entry: _Entry, dimensions: int, arrays: Mapping[str, Array]) -> Lattice:
-    names = entry.values.get("axes")
-    if not isinstance(names, list) or len(names) != dimensions or not all(str(name) in arrays for name in names):
-        entry.fail("axes", names, f"{dimensions} names of arrays of the .npz")
-    axes = [arrays[str(name)] for name in names or []]
+def _lattice(entry: _Entry, dimensions: int, arrays: Array) -> Lattice:
+    places = entry.values.get("axes")
+    if not isinstance(places, list) or len(places) != dimensions:
+        entry.fail("axes", places, f"{dimensions} axes")
+    axes = [entry.cut("axes", place, arrays) for place in places or []]
     values = entry.array("values", arrays)
     if any(axis.ndim != 1 or (np.diff(axis) <= 0).any() or axis[0] < 0 for axis in axes):
         entry.fail("axes", "descending or negative values", "ascending coordinates")

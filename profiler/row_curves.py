@@ -1,7 +1,7 @@
 """Operators whose cost depends on the number of rows: GEMMs, norms, activations, output head, sampler, all-reduces.
 
-A curve keeps what was measured, steps included: a GEMM costs the same for every row count that fills the same tiles, so
-between two measured counts the time is that of the upper one, and nothing here forces time to grow with rows.
+A curve keeps what was measured, steps included: nothing here forces time to grow with rows. Between measured counts a
+GEMM follows its law of tiles (`profiler.gemm_law`), everything else a straight line.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
-
-TILE_ROWS = 128
-CLOSE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -36,24 +33,6 @@ class RowCurve:
         rows, us = np.asarray(rows, float), np.asarray(us, float)
         knots = np.unique(rows)
         return cls(operator, n, k, knots, np.array([np.median(us[rows == knot]) for knot in knots]))
-
-    def stepped_us(self, rows: ArrayLike) -> Array:
-        """Time of a GEMM.
-
-        Up to CLOSE_ROWS apart, a count between two measured ones costs what the upper does. Further apart the time
-        rises linearly, but only at multiples of TILE_ROWS. Beyond the last knot it rises as over the last half.
-        """
-        wanted = np.asarray(rows, float)
-        knots, us = self.rows, self.us
-        above = np.minimum(np.searchsorted(knots, wanted), len(knots) - 1)
-        below = np.maximum(above - 1, 0)
-        gap = knots[above] - knots[below]
-        tile = np.where(gap > CLOSE_ROWS, np.minimum(TILE_ROWS, 2.0 ** np.floor(np.log2(np.maximum(gap, 1)))), gap)
-        filled = np.minimum(np.ceil(wanted / np.maximum(tile, 1)) * np.maximum(tile, 1), knots[above])
-        filled = np.where(gap > CLOSE_ROWS, filled, knots[above])
-        share = np.where(gap > 0, (filled - knots[below]) / np.maximum(gap, 1), 1.0)
-        inside = us[below] + (us[above] - us[below]) * share
-        return np.where(wanted > knots[-1], self._beyond(np.ceil(wanted / TILE_ROWS) * TILE_ROWS), inside)
 
     def smooth_us(self, rows: ArrayLike) -> Array:
         """Time of an operator without tiles: straight lines between measured counts."""

@@ -15,12 +15,16 @@ from simpy import Environment
 
 from metrics import Recorder
 from policies import Ns, Request, Track
+from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
+from simulator.host_memory import HostLink
+from simulator.memory import ReplicaMemory
 from simulator.pools import ClusterPlan
 from simulator.replica import Replica
 from simulator.routers import choose, make_router
+from simulator.swapping import SwapPrefillReplica, SwapReplica, SwapsKV
 
 NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
@@ -96,6 +100,7 @@ class Cluster:
         self.replicas: list[Replica] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
+        self._links: dict[int, HostLink] = {}
         config = plan.config
         self.router = make_router(config.router, config.router_knobs)
         self._rng = Random(f"{config.seed} router")
@@ -223,17 +228,40 @@ class Cluster:
         plan = self.plan.pools[pool]
         config = plan.engine.config
         prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
-        kind = PrefillReplica if prefill_ahead else Replica
+        memory = plan.engine.memory
+        if memory.swaps:
+            kind: type[Replica] = SwapPrefillReplica if prefill_ahead else SwapReplica
+        else:
+            kind = PrefillReplica if prefill_ahead else Replica
         replica = kind(
             self.env, len(self.replicas), plan.engine.scheduler(), plan.engine.cost, self.recorder,
             on_end=self._on_end, overlap_sends=config.pp_overlap, leaps=config.leaps,
         )  # fmt: skip
+        if isinstance(replica, SwapsKV):
+            replica.device_block_bytes = memory.device_block_bytes
+            replica.link = self._host_link(len(self.replicas), memory)
         if isinstance(replica, PrefillReplica) and self._kv is not None:
             replica.on_last_chunk = self._kv.last_chunk_begins
         self.replicas.append(replica)
         self._pool_of.append(pool)
         self._open(replica, ordered_ns)
         return replica
+
+    def _host_link(self, number: int, memory: ReplicaMemory) -> HostLink:
+        """The link to host memory of a replica; neighbours may share one."""
+        host = number // memory.config.replicas_per_link
+        if host not in self._links:
+            self._links[host] = memory.link()
+        return self._links[host]
+
+    def _memory_facts(self) -> dict[str, Any]:
+        """What swapping and the trouble ladder did."""
+        block_bytes = self.plan.engine.memory.block_bytes
+        facts = memory_counts([replica.scheduler for replica in self.replicas], block_bytes)
+        if self._links:
+            facts["swap_link_busy_s"] = sum(link.busy_ns for link in self._links.values()) / 1e9
+            facts["swap_link_wait_s"] = sum(link.waited_ns for link in self._links.values()) / 1e9
+        return facts
 
     def pool_number(self, replica: Replica) -> int:
         return self._pool_of[replica.number]
@@ -319,6 +347,7 @@ class Cluster:
                 }
                 for life in self.lives
             ],
+            "memory": self._memory_facts(),
             "kv": self._kv.facts() if self._kv is not None else None,
         }
 

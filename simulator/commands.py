@@ -301,10 +301,31 @@ def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool
         reasons = _reasons(run)
         if reasons:
             console.print(f"{run.config['policy']}: {reasons}", highlight=False, soft_wrap=True)
+        if run.summary["overloaded"]:
+            words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
+            console.print(f"{run.config['policy']}: {words}", highlight=False, soft_wrap=True)
+    classes = _class_summaries(runs)
+    if classes:
+        console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
     if out is not None:
         console.print(f"written to {out}", highlight=False, soft_wrap=True)
     if drawn:
         console.print(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}", highlight=False)
+
+
+def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """policy / class -> summary, where the requests have more than one SLO class."""
+    from metrics import summarise_classes
+    from metrics.slo import parse_objectives
+
+    found = {}
+    for name, run in runs.items():
+        slo = run.config["replay"]["slo"]
+        classes = summarise_classes(run.tables, slo=parse_objectives(slo) if slo else None)
+        if len(classes) < 2:
+            return {}
+        found |= {f"{_folder_name(name)} {label}": summary for label, summary in classes.items()}
+    return found
 
 
 def _reasons(run: Run) -> str:

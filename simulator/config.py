@@ -10,6 +10,7 @@ from simulator.errors import SimulationError
 
 COUNTS = (
     "replicas", "tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit",
+    "replicas_per_link", "plain_tokens",
 )  # fmt: skip
 TUPLES = ("layer_split", "pools", "failures")
 
@@ -30,6 +31,11 @@ class ReplayConfig:
     the next one is being computed. failures: "REPLICA@DOWN_S" or "REPLICA@DOWN_S+FOR_S"; on_failure: requeue or fail.
     autoscale: knobs of simulator.autoscaling.Autoscaling; empty for a fixed number of replicas. afd: knobs of
     simulator.afd.Apart; empty for attention and FFN on the same devices. pp_link: link (stages in one node) or network.
+
+    prefix_caching: share equal prefixes, whatever the policy. preemption: recompute, swap or auto, to swap_gib of host
+    memory in pages of swap_page_mib, over a link of swap_bandwidth bytes/s (the GPU's own by default) that
+    replicas_per_link replicas share. ladder: rungs of policies.admission.Ladder, whose knobs are trouble_from,
+    plain_tokens, risk and max_wait_s. kv_store_gib: each replica's share of a KV store for all of them.
     """
 
     policy: str = "chunked"
@@ -71,6 +77,18 @@ class ReplayConfig:
     autoscale: Mapping[str, Any] = field(default_factory=dict)
     afd: Mapping[str, Any] = field(default_factory=dict)
     pp_link: str = "link"
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    swap_gib: float = 64.0
+    swap_page_mib: float = 16.0
+    swap_bandwidth: float | None = None
+    replicas_per_link: int = 1
+    ladder: str | None = None
+    trouble_from: float = 0.9
+    plain_tokens: int = 8192
+    risk: float = 1.0
+    max_wait_s: float = 60.0
+    kv_store_gib: float | None = None
 
     def __post_init__(self) -> None:
         for name in COUNTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from policies import Policy, Scheduler, make_policy, make_scheduler
@@ -13,6 +14,7 @@ from profiler.dtypes import dtype_bytes
 from simulator.afd import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.memory import ReplicaMemory, check_memory
 from workloads import Trace
 
 
@@ -48,7 +50,15 @@ class Engine:
             chase_chunks=config.chase_chunks,
             tile=self.cost.tile,
             estimator=self.estimate_ns,
+            prefix_caching=config.prefix_caching,
+            swap=self.memory.swap(),
+            admission=self.memory.admission(),
         )
+
+    @cached_property
+    def memory(self) -> ReplicaMemory:
+        """What a replica does when its KV memory is full."""
+        return ReplicaMemory(self)
 
     def estimate_ns(self, shape: Any) -> int:
         """Predicted duration of one iteration, for policies that plan by time."""
@@ -60,6 +70,7 @@ class Engine:
 def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
     """Resolve a config's names into a policy, a cost model and a KV pool. `cost` overrides the config's cost model."""
     policy = make_policy(config.policy, config.knobs)
+    check_memory(config)
     if config.pp > 1 and getattr(policy, "async_scheduling", False):
         raise SimulationError(
             f"--async with --pp {config.pp}: a pipeline plans ahead already, one micro-batch a stage; leave --async out"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from simulator import cluster_options
+from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 
@@ -82,7 +82,10 @@ Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE)]
 Warmup = Annotated[
     str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
 ]
-Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", OUTPUT)]
+Slo = Annotated[
+    str | None,
+    _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds); by SLO class: chat:ttft_p99=1;...", OUTPUT),
+]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
 Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figures.", OUTPUT)]
 Timeline = Annotated[
@@ -126,6 +129,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "num_blocks": (NumBlocks, None),
     "gpu_memory_utilization": (Utilization, None),
     "watermark": (Watermark, None),
+    **memory_options.FLAGS,
     "pp": (PP, 1),
     "layer_split": (LayerSplit, None),
     "pp_overlap": (PPOverlap, True),

@@ -39,6 +39,7 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "router": config.router if plan.config.pools or config.replicas > 1 else None,
         "pools": rows,
         "cluster": dict(cluster),
+        "memory": dict(cluster.get("memory") or {}),
         "trace": trace_facts(trace),
         "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
         "seed": config.seed,

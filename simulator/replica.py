@@ -89,6 +89,7 @@ class Replica:
         # The event at which the oldest flight (or the leap's last iteration) completes.
         self._completion: Moment | None = None
         self._free_ns = [0] * cost.stages
+        self._twins = twin_stages(cost)
         self._last_end_ns = 0
         self._host_free_ns = 0
         self._wake: Moment | None = None
@@ -96,9 +97,7 @@ class Replica:
 
     # Requests come and go
 
-    def submit(
-        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False
-    ) -> Track:
+    def submit(self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False) -> Track:
         """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
         self.settle()
         track = self.scheduler.add(
@@ -355,20 +354,27 @@ class Replica:
 
     def _through_stages(self, batch: Batch, ready_ns: Ns) -> tuple[Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...]]:
         """Stage times of a batch: a stage starts when it is free and its input has arrived."""
-        cost, shape, free = self.cost, batch.shape, self._free_ns
+        cost, shape, free, overlap = self.cost, batch.shape, self._free_ns, self.overlap_sends
+        known: list[tuple[Ns, Ns]] = []
         stages = []
         device = 0
         arrived = ready_ns
-        for stage in range(cost.stages):
-            start = max(arrived, free[stage])
-            busy = cost.stage_ns(shape, stage)
+        for stage, twin in enumerate(self._twins):
+            if twin == stage:
+                times = cost.stage_ns(shape, stage), cost.send_ns(shape, stage)
+            else:
+                times = known[twin]
+            known.append(times)
+            busy, send = times
+            start = free[stage]
+            if arrived > start:
+                start = arrived
             end = start + busy
-            send = cost.send_ns(shape, stage)
-            free[stage] = end if self.overlap_sends else end + send
             arrived = end + send
+            free[stage] = end if overlap else arrived
             device += busy
             stages.append((start, end, send))
-        return stages[0][0], stages[-1][1], device, tuple(stages)
+        return stages[0][0], end, device, tuple(stages)
 
     # Leaps
 
@@ -487,3 +493,16 @@ class Replica:
         for part in self.scheduler.queues.parts:
             if not isinstance(part, Track):
                 self.recorder.cohort_times(self.number, part.number, part.times)
+
+
+def twin_stages(cost: CostModel) -> list[int]:
+    """For each stage, the first one that costs the same: stages between first and last with as many layers.
+
+    Only a cost model that says how its layers are split is taken at its word.
+    """
+    split = getattr(cost, "layer_split", None) or range(cost.stages)
+    middle = range(1, cost.stages - 1)
+    return [
+        next((twin for twin in middle if split[twin] == layers), stage) if stage in middle else stage
+        for stage, layers in enumerate(split)
+    ]

@@ -110,11 +110,12 @@ def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig
 
 def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorder) -> Run:
     from metrics import summarise
+    from metrics.slo import parse_objectives
     from simulator.provenance import run_config
 
     tables = recorder.tables()
     tables.config = run_config(trace, plan, cluster.facts())
     config = plan.config
-    summary = summarise(tables, warmup=config.warmup or 0, slo=config.slo)
+    summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, list(trace.notes))
 

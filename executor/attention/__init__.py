@@ -10,14 +10,27 @@ from executor.attention.base import AttentionBackend
 from executor.errors import ExecutorError
 from profiler.model_spec import ModelSpec
 
-__all__ = ["BACKENDS", "AttentionBackend", "make_attention"]
+__all__ = ["BACKENDS", "AttentionBackend", "backend_class", "make_attention"]
 
 BACKENDS: dict[str, str] = {
+    "flash_attn": "executor.attention.flash_attn:FlashAttention",
+    "triton": "executor.attention.triton:TritonAttention",
     "native": "executor.attention.native:NativeAttention",
     "sdpa": "executor.attention.sdpa:SdpaAttention",
+    "paged": "executor.attention.paged:PagedAttention",
     "reference": "executor.attention.reference:ReferenceAttention",
 }
 """Name -> where its class lives, fastest first: the order in which `auto` tries them."""
+
+_CUDA_ONLY = ("flash_attn", "triton")
+"""What `auto` tries on CUDA alone, and takes only if it passes its self-test there."""
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a name of BACKENDS."""
+    module, _, cls_name = BACKENDS[name].partition(":")
+    cls: type[AttentionBackend] = getattr(import_module(module), cls_name)
+    return cls
 
 
 def make_attention(
@@ -28,19 +41,28 @@ def make_attention(
     activation_dtype: torch.dtype,
     *,
     heads: int | None = None,
+    block_size: int | None = None,
 ) -> AttentionBackend:
     """The backend of that name, or with `auto` the first that can run this model here.
 
+    block_size: tokens per block of the pool that it will read, where known: some backends read large blocks only.
     Raises ExecutorError for an unknown name, or where the named one cannot run (with its reason).
     """
     if name != "auto" and name not in BACKENDS:
         raise ExecutorError(f"attention: found {name!r}, expected one of auto, {', '.join(BACKENDS)}")
     for candidate in BACKENDS if name == "auto" else (name,):
-        module, _, cls_name = BACKENDS[candidate].partition(":")
-        cls: type[AttentionBackend] = getattr(import_module(module), cls_name)
+        if name == "auto" and candidate in _CUDA_ONLY and device.type != "cuda":
+            continue
+        cls = backend_class(candidate)
         reason = cls.why_not(spec, device, kv_dtype)
+        if not reason and block_size is not None:
+            reason = cls.why_not_blocks(block_size)
         if candidate == "native" and not reason and activation_dtype != torch.float32:
             reason = f"the C++ attention takes float32 activations, these are {activation_dtype}"
+        if not reason and name == "auto" and candidate in _CUDA_ONLY:
+            from executor.self_test import why_attention_fails
+
+            reason = why_attention_fails(cls, spec, device, kv_dtype, block_size or 16)
         if not reason:
             return cls(spec, heads=heads)
         if name != "auto":

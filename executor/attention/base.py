@@ -20,9 +20,11 @@ class AttentionBackend(ABC):
     """One implementation, for one model.
 
     name: as given to --attention and as recorded. heads may be fewer than the spec's on a tensor-parallel rank.
+    capturable: it reads a batch through `device_step` alone and never waits for the device: a CUDA graph may hold it.
     """
 
     name: str
+    capturable: bool = False
 
     def __init__(self, spec: ModelSpec, *, heads: int | None = None) -> None:
         self.heads = spec.heads if heads is None else heads
@@ -34,6 +36,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
         """Empty if the backend can run this here, else the reason."""
+
+    @classmethod
+    def why_not_blocks(cls, block_size: int) -> str:
+        """Empty if the backend reads blocks of so many tokens, else the reason."""
+        return ""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:

@@ -9,14 +9,15 @@ from executor.kernels.base import Kernels, Linear
 
 __all__ = ["KERNELS", "Kernels", "Linear", "make_kernels"]
 
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "triton", "plain_device", "torch")
 
 
 def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The kernel set for a device and a weight dtype.
 
-    `auto`: `native` on a CPU for float32 and bfloat16 weights where the C++ kernels can be built, otherwise `torch`.
-    Raises ExecutorError for an unknown name, or for `native` where it cannot run.
+    `auto`: `native` on a CPU for float32 and bfloat16 weights where the C++ kernels can be built; on CUDA `triton`
+    where it imports and its self-test passes, else `plain_device`; otherwise `torch`.
+    Raises ExecutorError for an unknown name, or for one that cannot run here.
     """
     if name not in KERNELS:
         raise ExecutorError(f"kernels: found {name!r}, expected one of {', '.join(KERNELS)}")
@@ -24,6 +25,8 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels
 
     if name == "torch":
         return PlainKernels(device, dtype)
+    if name in ("triton", "plain_device") or (name == "auto" and device.type == "cuda"):
+        return _device_kernels(name, device, dtype)
     from executor.kernels.native import WEIGHT_DTYPES, NativeKernels
     from executor.native.library import native_reason
 
@@ -33,3 +36,15 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels
     if name == "native" or (fits and not native_reason()):
         return NativeKernels(device)
     return PlainKernels(device, dtype)
+
+
+def _device_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    from executor.kernels.device import DeviceKernels, TritonKernels
+
+    if name == "plain_device":
+        return DeviceKernels(device, dtype)
+    if name == "triton":
+        return TritonKernels(device, dtype)
+    from executor.self_test import why_kernels_fail
+
+    return DeviceKernels(device, dtype) if why_kernels_fail(device, dtype) else TritonKernels(device, dtype)

@@ -1,4 +1,5 @@
-"""What the model asks of its kernels. Two sets answer: `torch` (plain, any dtype and device) and `native` (C++, CPU).
+"""What the model asks of its kernels. `torch` (plain, any dtype and device), `native` (C++, CPU) and the sets of
+`device.py` (CUDA, capturable) answer.
 
 Each optimisation lives behind this interface beside its plain twin, so that it can be switched and measured.
 """
@@ -32,9 +33,11 @@ class Kernels(ABC):
     """Matrix products and the small steps between them, for one device and dtype.
 
     name: as given to --kernels. activation_dtype: dtype of hidden states (float32 for `native`, whatever the weights').
+    capturable: nothing waits for the device and no shape depends on values: a CUDA graph may hold it.
     """
 
     name: str
+    capturable: bool = False
     activation_dtype: torch.dtype
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +70,12 @@ class Kernels(ABC):
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, name: str) -> Tensor:
         """RMSNorm over the last axis into the buffer `name`."""
+
+    def add_and_norm(
+        self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
+    ) -> Tensor:
+        """residual += linear(x), then RMSNorm of the residual into the buffer `name`: a seam for kernels that fuse."""
+        return self.rms_norm(linear.add(x, residual), weight, eps, name)
 
     @abstractmethod
     def rotate_and_store(

@@ -61,6 +61,19 @@ class PlainKernels(Kernels):
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> None:
+        keys, values = self.rotate(qkv, step, cache, rope, norms, eps)
+        cache.store(layer, keys, values, step.row_slots)
+
+    def rotate(
+        self,
+        qkv: Tensor,
+        step: Step,
+        cache: KVCache,
+        rope: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Norm and rotate in place; returns keys and values, each [rows, kv_heads, head_dim]."""
         heads = qkv.view(step.rows, -1, cache.head_dim)
         num_q = heads.shape[1] - 2 * cache.kv_heads
         keys_end = num_q + cache.kv_heads
@@ -73,7 +86,7 @@ class PlainKernels(Kernels):
         first, second = heads[:, :keys_end, :half], heads[:, :keys_end, half : 2 * half]
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         heads[:, :keys_end, : 2 * half] = rotated
-        cache.store(layer, heads[:, num_q:keys_end], heads[:, keys_end:], step.row_slots)
+        return heads[:, num_q:keys_end], heads[:, keys_end:]
 
     def argmax(self, logits: Tensor) -> Tensor:
         best, index = logits.max(dim=-1)

@@ -1,10 +1,18 @@
-"""One thread for the tiny tensors of these tests: fork and join would cost more than the work, above all on busy cores."""
+"""One thread for the tiny tensors of these tests: fork and join would cost more than the work, above all on busy cores.
+
+Where there is no GPU, Triton kernels are interpreted: the variable counts only if it is set before triton's first import.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, summarise_classes
 from metrics.causes import CAUSES
 from metrics.columns import TABLES, columns_table
+from metrics.memory_keys import MEMORY_KEYS
 from metrics.slo import requests_within
 from metrics.statistics import percentiles, statistics
 from metrics.summary import pd_optimum
@@ -71,6 +72,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "host_s_total": 1, "device_s_total": 7, "device_busy_share": 7 / 8, "inside_share": 4 / 5,
         "bubble_share": None, "lost_device_s": None, **{f"bubble_share_{cause}": None for cause in CAUSES},
         "mfu": None, "mfu_busy": None, "mbu": None, "mbu_busy": None,
+        **dict.fromkeys(MEMORY_KEYS), "prefix_hit_requests": 1,
     }  # fmt: skip
     for key, value in expected.items():
         assert summary[key] == (pytest.approx(value) if isinstance(value, float) else value), key

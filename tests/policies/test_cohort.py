@@ -65,11 +65,12 @@ def test_each_member_takes_a_block_when_its_own_are_full(rows, block_size, leaps
 def test_leaving_members_do_not_stay_behind_in_memory():
     """A cohort that lives long must not remember everybody who was ever in it."""
     cohort = Cohort(0, 16)
+    before = None
     for number in range(5_000):
         track = Track(Request(number, 0, 10, 1000), 5)
         track.order, track.own_context, track.blocks = number, 10 + number, 1 + number // 16 + 1
         cohort.join(track, cohort.planned, cohort.planned)
-        if number:
-            cohort.leave(last)
-        last = track
+        if before is not None:
+            cohort.leave(before)
+        before = track
     assert len(cohort._by_base) < 100

@@ -107,12 +107,15 @@ def test_measured_points_come_back() -> None:
         terms=PLAIN,
     )
     parts = fitted.breakdown(BatchShape(((512, 2048),), 16, 16384, 1024, 0, 17))
-    # attention.csv: 512,2048,16,1024 -> 353.3 us; dense.csv: 528 tokens (the next measured count) -> 954.693 us.
-    assert parts["mixed_attention"] == pytest.approx(32 * 353.3e3, rel=1e-3)
+    # attention.csv: 512,2048,16,1024 -> 353.3 us, where each decode has just begun a ninth step of 128 tokens: contexts
+    # near 1024 begin 8.5 on average. dense.csv: 528 tokens -> 954.693 us.
+    assert 0.96 * 32 * 353.3e3 < parts["mixed_attention"] < 32 * 353.3e3
     assert parts["ffn_up"] == pytest.approx(32 * 954.693e3, rel=1e-5)
     assert parts["sampler"] == pytest.approx(32.9803e3 - 3 * (32.9803e3 - 31.519e3) / 4, rel=1e-4)
     alone = fitted.breakdown(BatchShape((), 64, 64 * 1024, 1024, 0, 64))
-    assert alone["attention"] == pytest.approx(32 * 333.3e3, rel=1e-3)
+    assert 0.95 * 32 * 333.3e3 < alone["attention"] < 32 * 333.3e3
+    chunk = fitted.breakdown(BatchShape(((512, 2048),), 0, 0, 0, 0, 1))
+    assert chunk["attention"] == pytest.approx(32 * 165.9e3, rel=1e-3)
 
 
 @needs_data
@@ -135,7 +138,8 @@ def test_steps_of_gemms_are_kept_and_graphs_pad_to_captured_sizes() -> None:
     def linear(fitted: FittedModel, rows: int) -> int:
         return fitted.breakdown(BatchShape((), 0, 0, 0, rows, 0))["ffn_up"]
 
-    assert linear(plain, 257) == linear(plain, 272) > 1.5 * linear(plain, 256)
+    assert linear(plain, 257) > 1.5 * linear(plain, 256)
+    assert linear(plain, 257) == pytest.approx(linear(plain, 272), rel=0.03)
     assert linear(padded, 33) == linear(padded, 40) == linear(plain, 40)
     sizes = EngineTerms().padded(np.array([1, 3, 5, 9, 255, 257, 500, 512, 513]))
     assert sizes.tolist() == [1, 4, 8, 16, 256, 272, 512, 512, 513]
@@ -169,6 +173,46 @@ def test_inside_means_every_number_was_reached_by_the_measurement() -> None:
     assert not fitted.inside(BatchShape((), 1, 20_000, 20_000, 0, 1))
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h100", "h200"])
+def test_any_dense_model_is_composed_from_a_kernel_table_and_says_so(gpu: str) -> None:
+    hardware = load_hardware(gpu)
+    four, eight = (compose(shipped(gpu), load_model_spec("llama-3.1-70b"), hardware, tp=tp) for tp in (4, 8))
+    decode = BatchShape((), 64, 64_000, 1000, 0, 64)
+    assert eight.stage_ns(decode) < four.stage_ns(decode) < 2 * eight.stage_ns(decode)
+    assert four.breakdown(decode)["all_reduce"] > 0
+    assert not four.inside(decode)
+    assert "norm" in four.engine.region.composed
+    assert not any(name.startswith("attention") for name in four.engine.region.composed)
+
+
+@pytest.mark.parametrize(("gpu", "tile", "least", "most"), [("h100", 512, 1.03, 1.3), ("a100", 128, 1.2, 1.6)])
+def test_a_layer_costs_more_just_above_a_tile(gpu: str, tile: int, least: float, most: float) -> None:
+    fitted = compose(shipped(gpu), load_model_spec("llama-3.1-8b"), load_hardware(gpu))
+    parts = [fitted.breakdown(BatchShape((), 0, 0, 0, rows, 0)) for rows in (tile, tile + 8)]
+    linear = [sum(part[name] for name in ("qkv", "attention_out", "ffn_up", "ffn_down")) for part in parts]
+    assert least < linear[1] / linear[0] < most
+
+
+def test_several_chunks_are_not_one_long_chunk() -> None:
+    fitted = model(terms=PLAIN)
+    one = fitted.breakdown(BatchShape(((2048, 0),), 0, 0, 0, 0, 1))["attention"]
+    four = fitted.breakdown(BatchShape(((512, 0),) * 4, 0, 0, 0, 0, 4))["attention"]
+    prefixed = fitted.breakdown(BatchShape(((512, 4096),) * 4, 0, 0, 0, 0, 4))["attention"]
+    assert four < 0.8 * one < one < prefixed
+
+
+def test_draws_are_seeded_and_scatter_as_widely_as_the_held_out_errors() -> None:
+    fitted = model()
+    shape = BatchShape((), 64, 64_000, 1500, 0, 64)
+    draws = [fitted.perturbed(seed).breakdown(shape)["attention"] for seed in range(40)]
+    assert draws[7] == fitted.perturbed(7).breakdown(shape)["attention"]
+    width = fitted.engine.half_widths["decode"]
+    plain = fitted.breakdown(shape)["attention"]
+    inside = sum(plain / (1 + width) <= draw <= plain * (1 + width) for draw in draws)
+    assert 0.7 * 40 <= inside <= 40
+    assert fitted.perturbed(3).provenance()["perturbed"]["seed"] == 3
+
+
 # --- model files -----------------------------------------------------------------------------------------------------
 
 
@@ -192,9 +236,12 @@ def spoil(tmp_path: Path, change: Any) -> Path:
     ("change", "message"),
     [
         (lambda d: d.update(version=99), "version 99"),
-        (lambda d: d["curves"][0].update(rows="../../etc/passwd"), "name of an array"),
+        (lambda d: d["curves"][0].update(rows="../../etc/passwd"), r"curves\[0\].rows"),
+        (lambda d: d["curves"][0].update(rows=[-1, 5]), r"\[start, shape ...\] within"),
+        (lambda d: d["curves"][0].update(rows=[0, 10**12]), r"\[start, shape ...\] within"),
+        (lambda d: d["curves"][0].update(us=[0, 3]), "as many values as rows"),
         (lambda d: d["curves"][0].update(n=-5), r"curves\[0\].n"),
-        (lambda d: d["curves"][0].update(us=d["curves"][1]["rows"] + "x"), "name of an array"),
+        (lambda d: d["gemm_law"].update(efficiency=[1e9] * 8), "gemm_law.efficiency"),
         (lambda d: d["attention"][0].update(heads=0), "heads"),
         (lambda d: d["attention"][0]["batch_law"].update(step=1e300), "batch_law.step"),
         (lambda d: d["attention"][0]["batch_law"].update(step="__import__('os')"), "batch_law.step"),
@@ -220,19 +267,19 @@ def replace_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "message"),
+    ("arrays", "message"),
     [
-        (np.array([object()]), "cannot be read as arrays"),
-        (np.array([np.nan], np.float32), "not finite"),
-        (np.array(["x"]), "expected floats"),
-        (np.zeros((2, 2), np.float32), "one dimension|ascending"),
+        ({"values": np.array([object()] * 99_999)}, "cannot be read as arrays"),
+        ({"values": np.full(99_999, np.nan, np.float32)}, "not finite"),
+        ({"values": np.array(["x"] * 99_999)}, "expected one row of floats"),
+        ({"values": np.zeros((400, 400), np.float32)}, "expected one row of floats"),
+        ({"values": np.zeros(99_999, np.float32)}, "descending"),
+        ({"values": np.zeros(9, np.float32)}, "within the 9 values"),
+        ({"values": np.zeros(9, np.float32), "more": np.zeros(9)}, "expected values.npy"),
     ],
 )
-def test_hostile_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, spoiled: Any, message: str) -> None:
+def test_hostile_arrays_are_refused_and_nothing_is_unpickled(tmp_path: Path, arrays: Any, message: str) -> None:
     path = spoil(tmp_path, lambda d: None)
-    with np.load(path.with_suffix(".npz")) as data:
-        arrays = dict(data)
-    arrays["curve0.rows"] = spoiled
     replace_arrays(path, arrays)
     with pytest.raises(ProfileError, match=message):
         read_model(path)
@@ -243,7 +290,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
 
     path = spoil(tmp_path, lambda d: None)
     with zipfile.ZipFile(path.with_suffix(".npz"), "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("curve0.rows.npy", bytes(65 << 20))
+        archive.writestr("values.npy", bytes(65 << 20))
     document = json.loads(path.read_text())
     document["arrays_sha256"] = hashlib.sha256(path.with_suffix(".npz").read_bytes()).hexdigest()
     path.write_text(json.dumps(document))

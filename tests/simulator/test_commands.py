@@ -71,6 +71,31 @@ def test_compare_gives_each_policy_the_knobs_that_it_has(trace, tmp_path):
     assert json.loads((tmp_path / "runs/chunked/config.json").read_text())["knobs"]["chunk_size"] == 64
 
 
+def test_classes_have_objectives_and_summaries_of_their_own(tmp_path):
+    rows = [f"{0.2 * i},400,20,{'chat' if i % 2 else 'batch'}" for i in range(40)]
+    (tmp_path / "mixed.csv").write_text("arrival,prompt,output,slo\n" + "\n".join(rows) + "\n")
+    objective = "chat:ttft_p99=1,tbt_p99=0.1;batch:e2e_p99=0.001"
+    flags = ("--cost-model", "roofline", "--slo", objective, "--out", "run")
+    done = simulator("replay", "mixed.csv", "--policy", "slo_aware", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "by SLO class" in done.stdout
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    # Every chat request meets its objective, no batch request meets one millisecond.
+    assert summary["slo_attainment"] == 0.5
+    shown = subprocess.run(
+        [sys.executable, "-m", "metrics", "show", "run", "--by", "slo", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert {name: row["slo_attainment"] for name, row in json.loads(shown.stdout).items()} == {"batch": 0.0, "chat": 1.0}
+
+
+def test_an_overloaded_run_says_so(tmp_path):
+    rows = [f"{0.001 * i},4000,20" for i in range(200)]
+    (tmp_path / "busy.csv").write_text("arrival,prompt,output\n" + "\n".join(rows) + "\n")
+    done = simulator("replay", "busy.csv", "--cost-model", "roofline", cwd=tmp_path)
+    assert "overloaded" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

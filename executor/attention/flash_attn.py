@@ -1,0 +1,168 @@
+"""FlashAttention, whichever generation imports: all chunks in one variable-length launch, all decodes in another.
+
+Generation 3 is the module `flash_attn_interface` (Hopper), 4 is `flash_attn.cute` (Hopper and Blackwell), 2 the package
+`flash_attn` (Ampere and later). Keys and values are read from the pool through block tables; the pool's own layout is
+handed over as a strided view. 2 wants blocks in multiples of 256 tokens. 3 and 4 may load whole pages, so a
+page's unused slots must be finite: the pool starts as zeros, and `--poison` does not go with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.attention.base import AttentionBackend
+from executor.device_step import DeviceArrays, arrays_of
+from executor.errors import ExecutorError
+from executor.kv_cache import KVCache
+from executor.step import Step
+from profiler.model_spec import ModelSpec
+
+Attend = Callable[..., Any]
+BLOCKS_OF_2 = 256
+
+
+def find_generation(capability: int) -> tuple[int, str]:
+    """(generation that imports and runs on this compute capability, "") or (0, why none does)."""
+    reasons = []
+    for generation, module, name, lowest, highest in (
+        (3, "flash_attn_interface", "flash_attn_with_kvcache", 90, 90),
+        (4, "flash_attn.cute", "flash_attn_varlen_func", 90, 120),
+        (2, "flash_attn", "flash_attn_varlen_func", 80, 120),
+    ):
+        if not lowest <= capability <= highest:
+            reasons.append(f"FlashAttention {generation} is for other devices")
+            continue
+        try:
+            getattr(import_module(module), name)
+        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            # The package is found even where its compiled half is not: only importing tells.
+            reasons.append(f"{module}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            continue
+        return generation, ""
+    return 0, "; ".join(reasons)
+
+
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+class FlashAttention(AttentionBackend):
+    """bfloat16 or float16 on CUDA. The instance's name carries the generation, as in `flash_attn2`."""
+
+    name = "flash_attn"
+    capturable = True
+
+    def __init__(self, spec: ModelSpec, *, heads: int | None = None, generation: int = 0) -> None:
+        super().__init__(spec, heads=heads)
+        if not generation:
+            generation, reason = find_generation(_capability(torch.device("cuda", torch.cuda.current_device())))
+            if reason:
+                raise ExecutorError(f"attention flash_attn: {reason}")
+        self.generation = generation
+        self.name = f"flash_attn{generation}"
+        self._chunks, self._decodes = {2: self._second, 3: self._third, 4: self._fourth}[generation]()
+
+    @classmethod
+    def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
+        if device.type != "cuda":
+            return f"FlashAttention runs on CUDA, the device is {device}"
+        if kv_dtype not in (torch.bfloat16, torch.float16):
+            return f"FlashAttention takes bfloat16 and float16, not {kv_dtype}"
+        if spec.head_dim > 256 or spec.head_dim % 8:
+            return f"FlashAttention takes heads of up to 256 in multiples of 8, found {spec.head_dim}"
+        return find_generation(_capability(device))[1]
+
+    @classmethod
+    def why_not_blocks(cls, block_size: int) -> str:
+        if not torch.cuda.is_available() or find_generation(_capability(torch.device("cuda")))[0] != 2:
+            return ""
+        return _blocks_of_2(block_size)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
+        if self.generation == 2 and (reason := _blocks_of_2(cache.block_size)):
+            raise ExecutorError(f"attention flash_attn: {reason}")
+        arrays = arrays_of(step, cache.block_size)
+        first, decodes = arrays.sizes.chunk_rows, arrays.sizes.decodes
+        # The pool holds a head's tokens together; FlashAttention names its axes (block, token, head).
+        pair = (cache.keys(layer).transpose(1, 2), cache.values(layer).transpose(1, 2))
+        query = q.unflatten(-1, (self.heads, self.head_dim))
+        target = out.unflatten(-1, (self.heads, self.head_dim))
+        if arrays.sizes.chunks and first:
+            target[:first] = self._chunks(query[:first], *pair, arrays)
+        if decodes:
+            target[first : first + decodes] = self._decodes(query[first : first + decodes, None], *pair, arrays)[:, 0]
+
+    def _window(self, unlimited: int | None) -> tuple[int | None, int | None]:
+        return (self.window - 1, 0) if self.window else (unlimited, unlimited)
+
+    def _second(self) -> tuple[Attend, Attend]:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        same = {"softmax_scale": self.scale, "causal": True, "window_size": self._window(-1)}
+
+        def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return flash_attn_varlen_func(  # type: ignore[no-any-return]
+                q, k, v, cu_seqlens_q=arrays.chunk_start, cu_seqlens_k=arrays.context_start,
+                max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context, block_table=arrays.chunk_tables,
+                **same,
+            )  # fmt: skip
+
+        def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return flash_attn_with_kvcache(  # type: ignore[no-any-return]
+                q, k, v, cache_seqlens=arrays.decode_length, block_table=arrays.decode_tables, **same
+            )
+
+        return chunks, decodes
+
+    def _third(self) -> tuple[Attend, Attend]:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        same = {"softmax_scale": self.scale, "causal": True, "window_size": self._window(-1)}
+
+        def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return flash_attn_with_kvcache(  # type: ignore[no-any-return]
+                q, k, v, cache_seqlens=arrays.chunk_length, page_table=arrays.chunk_tables,
+                cu_seqlens_q=arrays.chunk_start, max_seqlen_q=arrays.most_query, **same,
+            )  # fmt: skip
+
+        def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return flash_attn_with_kvcache(  # type: ignore[no-any-return]
+                q, k, v, cache_seqlens=arrays.decode_length, page_table=arrays.decode_tables, **same
+            )
+
+        return chunks, decodes
+
+    def _fourth(self) -> tuple[Attend, Attend]:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        same = {"softmax_scale": self.scale, "causal": True, "window_size": self._window(None)}
+
+        def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            result = flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=arrays.chunk_start, seqused_k=arrays.chunk_length,
+                page_table=arrays.chunk_tables, max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context,
+                **same,
+            )  # fmt: skip
+            return result[0] if isinstance(result, tuple) else result
+
+        def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            result = flash_attn_varlen_func(
+                q, k, v, seqused_k=arrays.decode_length, page_table=arrays.decode_tables, **same
+            )
+            return result[0] if isinstance(result, tuple) else result
+
+        return chunks, decodes
+
+
+def _blocks_of_2(block_size: int) -> str:
+    if block_size % BLOCKS_OF_2 == 0:
+        return ""
+    return f"FlashAttention 2 reads blocks in multiples of {BLOCKS_OF_2} tokens, found --block-size {block_size}"

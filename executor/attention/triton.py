@@ -1,0 +1,130 @@
+"""The project's own paged attention kernels: one launch for all chunks of a batch, one (or two) for all its decodes.
+
+Both launches read and write the same buffers by row offset. With `two_streams` the decodes run beside the chunks on a
+second stream, forked and joined by events: worth it where neither launch fills the device alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from executor.attention.base import AttentionBackend
+from executor.device_step import DeviceArrays, arrays_of
+from executor.kv_cache import KVCache
+from executor.step import Step
+from executor.triton_kernels.runtime import interpreted, multiprocessors, triton_reason
+from profiler.model_spec import ModelSpec
+
+LOG2_E = 1.4426950408889634
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_SPLITS = 32
+KEYS_PER_SPLIT = 256
+"""A split of fewer keys than this costs more to merge than it saves."""
+
+
+class TritonAttention(AttentionBackend):
+    """Grouped heads, sliding windows, any block size (powers of two from 16 on are aligned best)."""
+
+    name = "triton"
+    capturable = True
+
+    def __init__(self, spec: ModelSpec, *, heads: int | None = None, two_streams: bool = False) -> None:
+        super().__init__(spec, heads=heads)
+        self.two_streams = two_streams
+        self.forced_splits = 0
+        self._side: torch.cuda.Stream | None = None
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
+        if kv_dtype not in DTYPES:
+            return f"the Triton kernels read float32, bfloat16 and float16 pools, not {kv_dtype}"
+        if spec.head_dim > 256:
+            return f"the Triton kernels take heads of up to 256, found {spec.head_dim}"
+        return triton_reason(device)
+
+    def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
+        arrays = arrays_of(step, cache.block_size)
+        chunks, decodes = arrays.sizes.tiles > 0, arrays.sizes.decodes > 0
+        if chunks and decodes and self.two_streams and q.device.type == "cuda":
+            self._both(layer, q, out, arrays, cache)
+            return
+        if chunks:
+            self._chunks(layer, q, out, arrays, cache)
+        if decodes:
+            self._decodes(layer, q, out, arrays, cache)
+
+    def _both(self, layer: int, q: Tensor, out: Tensor, arrays: DeviceArrays, cache: KVCache) -> None:
+        main = torch.cuda.current_stream(q.device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(q.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self._decodes(layer, q, out, arrays, cache)
+        self._chunks(layer, q, out, arrays, cache)
+        main.wait_stream(self._side)
+
+    def _shared(self, q: Tensor, cache: KVCache) -> dict[str, object]:
+        """Constants that both kernels are compiled for."""
+        return {
+            "SHARE": self.heads // cache.kv_heads,
+            "BLOCK_SIZE": cache.block_size,
+            "HEAD_DIM": self.head_dim,
+            "D": max(16, 1 << (self.head_dim - 1).bit_length()),
+            "WINDOW": self.window,
+            # The interpreter multiplies bfloat16 matrices wrongly without a word: it gets float32.
+            "WIDEN": interpreted(),
+            "PRECISION": "ieee" if q.dtype == torch.float32 or interpreted() else "tf32",
+        }
+
+    def _chunks(self, layer: int, q: Tensor, out: Tensor, arrays: DeviceArrays, cache: KVCache) -> None:
+        from executor.triton_kernels.paged_attention import chunk_attention
+
+        sizes = arrays.sizes
+        keys, values = cache.keys(layer), cache.values(layer)
+        wide = self.head_dim > 128 or q.dtype == torch.float32
+        chunk_attention[self.heads, sizes.tiles](
+            q, out, keys, values, arrays.chunk_tables, arrays.tile_row, arrays.tile_count, arrays.tile_position,
+            arrays.tile_chunk, self.scale * LOG2_E, q.stride(0), out.stride(0), keys.stride(0), keys.stride(1),
+            keys.stride(2), sizes.blocks, M=sizes.tile_rows, N=32 if wide else 64,
+            num_warps=8 if sizes.tile_rows >= 128 else 4, num_stages=2 if wide else 3, **self._shared(q, cache),
+        )  # fmt: skip
+
+    def _decodes(self, layer: int, q: Tensor, out: Tensor, arrays: DeviceArrays, cache: KVCache) -> None:
+        from executor.triton_kernels.paged_attention import decode_attention, merge_splits
+
+        sizes = arrays.sizes
+        keys, values = cache.keys(layer), cache.values(layer)
+        shared = self._shared(q, cache)
+        splits = self.forced_splits or num_splits(
+            sizes.decodes * cache.kv_heads, arrays.most_context, multiprocessors(q.device)
+        )
+        part, weight = self._scratch(sizes.decodes, splits, q.device)
+        decode_attention[sizes.decodes, cache.kv_heads, splits](
+            q, out, part, weight, keys, values, arrays.decode_tables, arrays.decode_length, self.scale * LOG2_E,
+            sizes.chunk_rows, q.stride(0), out.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), sizes.blocks,
+            HEADS=self.heads, G=max(16, 1 << (self.heads // cache.kv_heads - 1).bit_length()), N=64, SPLITS=splits,
+            num_warps=4, num_stages=2 if q.dtype == torch.float32 else 3, **shared,
+        )  # fmt: skip
+        if splits > 1:
+            merge_splits[sizes.decodes, self.heads](
+                part, weight, out, arrays.decode_length, sizes.chunk_rows, out.stride(0), HEADS=self.heads,
+                HEAD_DIM=self.head_dim, D=shared["D"], SPLITS=splits, S=1 << (splits - 1).bit_length(), num_warps=4,
+            )  # fmt: skip
+
+    def _scratch(self, decodes: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory for the parts of split decodes; grows, never shrinks, one set for all layers."""
+        need = decodes * self.heads * splits if splits > 1 else 1
+        if self._parts is None or self._parts[1].numel() < need:
+            self._parts = (
+                torch.empty(need * self.head_dim, dtype=torch.float32, device=device),
+                torch.empty(need, dtype=torch.float32, device=device),
+            )
+        return self._parts
+
+
+def num_splits(programs: int, most_context: int, processors: int) -> int:
+    """Parts that each decode's context is cut into: enough to give every processor two programs, none too short."""
+    wanted = -(-2 * processors // max(1, programs))
+    return max(1, min(wanted, most_context // KEYS_PER_SPLIT, MOST_SPLITS))

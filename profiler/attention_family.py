@@ -1,0 +1,170 @@
+"""Attention of any head layout from measurements of many: what a kernel deals out is heads, whoever owns them.
+
+Decodes cost by their number of KV streams (sequences x KV heads) and the context of each; prompts by their number of
+query heads (prompts x heads) and tokens, besides writing keys and values. Kernel tables of many layouts fall together
+along these, so a family keeps two grids where a layout of its own would need one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.attention_fit import SPLIT_BELOW, AttentionFit, batch_columns
+from profiler.attention_law import (
+    CONTEXT_STEP,
+    QUERY_ROWS,
+    BatchLaw,
+    DecodeLaw,
+    chunk_blocks,
+    decode_us,
+    fit_batch_law,
+    fit_decode_law,
+    joined_us,
+)
+from profiler.lattice import Lattice
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Array = NDArray[np.float64]
+
+FAR = 131072.0
+FA3_ROWS = 128
+
+UNEVEN_SHARE = 0.65
+"""Of a block's step per token: what a token of the longest context costs beyond the mean in a decode-only batch of
+FlashAttention 2, and beside a chunk (0.9). Measured on the RTX 4090 (0.67, 0.98) and the RTX PRO 6000 (0.62, 0.84)."""
+UNEVEN_BESIDE = 0.9
+_FADE = ((4.0, 1.0), (8.0, 0.77), (16.0, 0.3))
+"""How the first fades with streams a processor, as measured on the same two."""
+
+
+@dataclass(frozen=True)
+class AttentionFamily:
+    """Head layouts of one head size and one number of query heads a KV head (`group`) on one device; microseconds.
+
+    batch_law: of one query head's blocks; its `write` is per 1000 tokens and KV head. decode_law: over streams.
+    misses: log(measured / law), "decode" over (streams, context), "prefill" over (query heads, tokens), and for a
+        number of KV heads that was measured itself "decode:N" over (decodes, context).
+    kernel: "fa2", whose decodes beside a chunk are blocks of the same kernel, or "fa3", whose decodes stream beside it.
+    region: largest streams and context measured, largest tokens, query heads.
+    """
+
+    head_dim: int
+    group: int
+    sms: int
+    kernel: str
+    batch_law: BatchLaw
+    decode_law: DecodeLaw
+    misses: Mapping[str, Lattice] = field(default_factory=dict)
+    region: Mapping[str, int] = field(default_factory=dict)
+
+    def for_layout(self, heads: int, kv_heads: int) -> AttentionFit:
+        """The fit of one layout, for `profiler.attention_tables`."""
+        decode = self.misses["decode"]
+        decode = self.misses.get(f"decode:{kv_heads}") or Lattice(
+            [decode.axes[0] / kv_heads, decode.axes[1]], decode.values
+        )
+        tokens = self.misses["prefill"].axes[1]
+        alone = self.misses["prefill"](np.full(len(tokens), float(heads)), tokens)
+        misses = {
+            "decode": decode,
+            "prefill": Lattice([tokens, [0.0, FAR]], np.stack([alone, alone], axis=1)),
+        }
+        law = replace(self.batch_law, write=self.batch_law.write * kv_heads)
+        decode_law = replace(
+            self.decode_law, block=self.decode_law.block * kv_heads, stream=self.decode_law.stream * kv_heads
+        )
+        fit = AttentionFit(
+            heads, kv_heads, self.head_dim, self.sms, law, decode_law, misses, streams_beside=self.kernel != "fa2"
+        )
+        region = {
+            "tokens": self.region["tokens"],
+            "prefix": 0,
+            "decodes": self.region["streams"] // kv_heads,
+            "context": self.region["context"],
+        }
+        return replace(fit, region=region, **self._uneven(kv_heads))
+
+    def _uneven(self, kv_heads: int) -> dict[str, Any]:
+        """FlashAttention 2's price of uneven contexts, carried over from where it was measured; none for others."""
+        if self.kernel != "fa2":
+            return {}
+        token = self.batch_law.step / CONTEXT_STEP
+        split = float(np.ceil(SPLIT_BELOW * 2 * self.sms / kv_heads))
+        knots = [(max(1.0, split - 1), 0.0), (max(2.0, split), token * UNEVEN_SHARE)]
+        for streams, share in _FADE:
+            decodes = streams * self.sms / kv_heads
+            if decodes > knots[-1][0]:
+                knots.append((decodes, token * UNEVEN_SHARE * share))
+        return {"uneven_decode": tuple(knots), "uneven_token_us": token * UNEVEN_BESIDE}
+
+
+def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionFamily, ...]:
+    """Families of a kernel table: one a head size and group (query heads a KV head) that it has decodes of."""
+    batches = batch_columns(table)
+    batches["heads"], batches["kv_heads"] = table["heads"].to_numpy(float), table["kv_heads"].to_numpy(float)
+    batches["head_dim"] = table["head_dim"].to_numpy(int)
+    families = []
+    query_rows = FA3_ROWS if kernel == "fa3" else QUERY_ROWS
+    for (head_dim, group), rows in batches.groupby(["head_dim", batches["heads"] / batches["kv_heads"]]):
+        decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
+        if group != int(group) or not len(decodes) or not len(prompts):
+            continue
+        law, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
+        decode_law, misses, region = _fit_decode(decodes)
+        region = {**region, "tokens": longest, "query_heads": widest}
+        misses["prefill"] = prefill
+        families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region))
+    return tuple(families)
+
+
+def nearest_family(families: tuple[AttentionFamily, ...], heads: int, kv_heads: int, head_dim: int) -> Any:
+    """The family of this head size whose group is nearest, or None."""
+    same = [family for family in families if family.head_dim == head_dim]
+    group = heads / kv_heads
+    return min(same, key=lambda family: abs(np.log2(family.group / group)), default=None)
+
+
+def prompts_us(
+    law: BatchLaw, sms: int, heads: Array, kv_heads: Array, tokens: Array, prefix: Array, prompts: Array
+) -> Array:
+    """`prompts` equal chunks and nothing else, one layer; `law.write` per KV head as in AttentionFamily."""
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
+    shared = heads * prompts / sms * (law.block * blocks + law.step * steps)
+    alone = law.block + law.step * np.ceil((prefix + tokens) / CONTEXT_STEP)
+    joined = joined_us(law, shared, alone, heads * prompts * blocks / sms)
+    return np.asarray(law.launch + joined + law.write * kv_heads * prompts * tokens / 1000.0)
+
+
+def _fit_prefill(rows: pd.DataFrame, sms: int, query_rows: int) -> tuple[BatchLaw, Lattice, int, int]:
+    columns = [rows[key].to_numpy(float) for key in ("heads", "kv_heads", "tokens", "prefix", "chunks")]
+    us = rows["us"].to_numpy(float)
+    law = fit_batch_law(lambda law: prompts_us(law, sms, *columns), us, query_rows)
+    miss = np.log(us / prompts_us(law, sms, *columns))
+    query_heads = columns[0] * columns[4]
+    axes = [2.0 ** np.arange(0, np.ceil(np.log2(query_heads.max())) + 0.5, 0.5), np.unique(columns[2])]
+    return (
+        law,
+        Lattice.from_scatter(axes, [query_heads, columns[2]], miss),
+        int(columns[2].max()),
+        int(query_heads.max()),
+    )
+
+
+def _fit_decode(rows: pd.DataFrame) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
+    decodes, kv_heads = rows["decodes"].to_numpy(float), rows["kv_heads"].to_numpy(float)
+    streams = decodes * kv_heads
+    context, us = rows["context"].to_numpy(float), rows["us"].to_numpy(float)
+    law = fit_decode_law(lambda law: decode_us(law, streams, context), us)
+    miss = np.log(us / decode_us(law, streams, context))
+    misses = {"decode": Lattice.from_points([streams, context], miss)}
+    for heads in np.unique(kv_heads):
+        own = kv_heads == heads
+        misses[f"decode:{int(heads)}"] = Lattice.from_points([decodes[own], context[own]], miss[own])
+    return law, misses, {"streams": int(streams.max()), "context": int(context.max())}

@@ -1,0 +1,240 @@
+"""Errors on structures that a fit has not seen: whole row counts, widths, chunk sizes, prefixes, batch sizes, contexts.
+
+Along one axis at a time every second measured value is left out of the profile, the fit is made again, and the left-out
+rows are predicted; then the other half. The outermost values stay: this measures interpolation, not extrapolation.
+Random rows would flatter a fit, since each then has a twin that differs in one number only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.attention_family import fit_families, nearest_family
+from profiler.attention_fit import batch_columns, fit_attention
+from profiler.device_fit import MANY_LAYOUTS
+from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
+from profiler.row_curves import RowCurve
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.hardware import Hardware
+    from profiler.profile import Profile
+
+Array = NDArray[np.float64]
+Misses = dict[str, Array]
+
+USED_WIDTHS = (1024, 16384)
+USED_ROWS = 8192
+"""GEMMs of language models' layers; errors count these only."""
+
+
+def held_out(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
+    """Rows left out, by operator and axis ("gemm rows", "decode contexts", ...): their shape, us and predicted us."""
+    found: dict[str, pd.DataFrame] = {}
+    gemms = profile.table[(profile.table["k"] > 0) & (profile.table["operator"] != "head")]
+    if len(gemms):
+        found |= _gemms(gemms, hardware)
+    attention = profile.rows_of("attention")
+    layouts = attention.groupby(["heads", "kv_heads", "head_dim"], sort=True)
+    if len(layouts) > MANY_LAYOUTS:
+        found |= _families(attention, hardware)
+    elif len(attention):
+        parts: dict[str, list[pd.DataFrame]] = {}
+        for _, rows in layouts:
+            for name, table in _attention(rows, hardware).items():
+                parts.setdefault(name, []).append(table)
+        import pandas as pd
+
+        found |= {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
+    return {name: table for name, table in found.items() if len(table)}
+
+
+def summary(tables: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, float]]:
+    """Median, P90, P95, mean and interval coverage of the relative error of each table of `held_out`, and its rows."""
+    rows = {}
+    for name, table in tables.items():
+        error = (table["predicted_us"] / table["us"] - 1).to_numpy(float)
+        size = np.abs(error)
+        rows[name] = {
+            "count": float(len(error)),
+            "median": float(np.median(size)),
+            "p90": float(np.quantile(size, 0.9)),
+            "p95": float(np.quantile(size, 0.95)),
+            "bias": float(np.mean(error)),
+            "coverage": _coverage(size, table["fold"].to_numpy()),
+        }
+    return rows
+
+
+def _coverage(size: Array, fold: Array) -> float:
+    """Share of one half's errors within the P90 of the other half's: what a 90 % interval from these errors would
+    cover."""
+    covered = [
+        float((size[fold == one] <= np.quantile(size[fold == other], 0.9)).mean())
+        for one, other in ((0, 1), (1, 0))
+        if (fold == one).any() and (fold == other).any()
+    ]
+    return float(np.mean(covered)) if covered else float("nan")
+
+
+RUN = 8
+"""Values one apart are left out together, so that none is predicted from a twin: pairs such as 128 and 129, and whole
+eighths of a longer run."""
+
+
+def folds(values: Array, least: float = -np.inf, most: float = np.inf) -> Iterator[Array]:
+    """Two sets of every second value (or run of values one apart) between the outermost ones."""
+    distinct = np.unique(values)
+    starts = np.concatenate([[True], (np.diff(distinct) > 1) | (distinct[1:] <= 16)])
+    within = np.arange(len(distinct)) - np.maximum.accumulate(np.where(starts, np.arange(len(distinct)), 0))
+    groups = np.cumsum(starts | (within % RUN == 0)) - 1
+    inner = (groups > 0) & (groups < groups[-1]) & (distinct >= least) & (distinct <= most)
+    for parity in (0, 1):
+        chosen = distinct[inner & (groups % 2 == parity)]
+        if len(chosen):
+            yield chosen
+
+
+# --- GEMMs -----------------------------------------------------------------------------------------------------------
+
+
+def _gemms(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame]:
+    found = {"gemm rows": _left_out_rows(table, hardware)}
+    if len(table[["n", "k"]].drop_duplicates()) > 100:
+        for axis, name in (("n", "gemm widths"), ("k", "gemm depths")):
+            found[name] = _left_out_shapes(table, hardware, axis)
+    return found
+
+
+def _curves(table: pd.DataFrame) -> tuple[RowCurve, ...]:
+    return tuple(
+        RowCurve.from_points("gemm", int(n), int(k), rows["rows"], rows["median_s"] * 1e6)
+        for (n, k), rows in table.groupby(["n", "k"])
+    )
+
+
+def _left_out_rows(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
+    import pandas as pd
+
+    parts = []
+    for fold, chosen in enumerate(folds(table["rows"].to_numpy(float), most=USED_ROWS)):
+        out = table["rows"].isin(chosen)
+        curves = _curves(table[~out])
+        law = fit_gemm_law(curves, hardware)
+        if law is None:
+            continue
+        by_shape = {(curve.n, curve.k): curve for curve in without_noise(curves, law)}
+        for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
+            parts.append(_scored(rows, curve_us(law, by_shape[int(n), int(k)], rows["rows"]), fold))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def _left_out_shapes(table: pd.DataFrame, hardware: Hardware, axis: str) -> pd.DataFrame:
+    import pandas as pd
+
+    parts = []
+    for fold, chosen in enumerate(folds(table[axis].to_numpy(float), *USED_WIDTHS)):
+        out = table[axis].isin(chosen)
+        curves = _curves(table[~out])
+        law = fit_gemm_law(curves, hardware)
+        if law is None:
+            continue
+        calm = without_noise(curves, law)
+        grid = gemm_grid(law, calm)
+        for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
+            composed = composed_curve(law, calm, grid, "gemm", int(n), int(k))
+            parts.append(_scored(rows, curve_us(law, composed, rows["rows"]), fold))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def _used(table: pd.DataFrame) -> pd.Series:
+    many = len(table[["n", "k"]].drop_duplicates()) > 100
+    if not many:
+        return table["rows"] <= USED_ROWS
+    return (
+        table["n"].between(*USED_WIDTHS)
+        & table["k"].between(*USED_WIDTHS)
+        & (table["rows"] <= USED_ROWS)
+        & (table["rows"] > 0)
+    )
+
+
+def _scored(rows: pd.DataFrame, predicted: Array, fold: int) -> pd.DataFrame:
+    columns = ["operator", "rows", "n", "k", "chunks", "decodes", "decode_context_total", "heads", "kv_heads"]
+    scored = rows[columns].copy()
+    scored["fold"] = fold
+    scored["us"], scored["predicted_us"] = rows["median_s"] * 1e6, predicted
+    return scored
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+_NAMES = {"tokens": "chunk sizes", "prefix": "prefixes", "decodes": "batch sizes", "context": "contexts"}
+_KINDS: dict[str, tuple[Callable[[pd.DataFrame], pd.Series], tuple[str, ...]]] = {
+    "decode": (lambda b: b["tokens"] == 0, ("decodes", "context")),
+    "prefill": (lambda b: (b["tokens"] > 0) & (b["decodes"] == 0), ("tokens", "prefix")),
+    "mixed": (lambda b: (b["tokens"] > 0) & (b["decodes"] > 0), ("tokens", "prefix", "decodes", "context")),
+}
+
+
+def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame]:
+    """One head layout: every axis of every kind of batch, uneven batches aside."""
+    import pandas as pd
+
+    batches = batch_columns(table)
+    even = (batches["longest"] <= np.ceil(batches["context"])).to_numpy()
+    table, batches = table[even].reset_index(drop=True), batches[even].reset_index(drop=True)
+    found = {}
+    for kind, (which, axes) in _KINDS.items():
+        mine = which(batches).to_numpy()
+        for axis in axes:
+            parts = []
+            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
+                out = mine & batches[axis].isin(chosen).to_numpy()
+                fit = fit_attention(table[~out], hardware.sms)
+                b = batches[out]
+                if kind == "decode":
+                    predicted = fit.decode_us(b["decodes"], b["context"])
+                elif kind == "prefill":
+                    predicted = fit.prefill_us(b["tokens"], b["prefix"])
+                else:
+                    predicted = fit.batch_us(b["tokens"], b["prefix"], b["decodes"], b["context"])
+                parts.append(_scored(table[out], predicted, fold))
+            if parts:
+                found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+    return found
+
+
+def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame]:
+    """A kernel table: layouts of a model's size, one prompt or one batch of decodes at a time."""
+    import pandas as pd
+
+    table = table.reset_index(drop=True)
+    batches = batch_columns(table)
+    usual = ((table["heads"] / table["kv_heads"]).isin((1, 4, 8)) & (table["head_dim"] == 128)).to_numpy()
+    decoding, single = (batches["tokens"] == 0).to_numpy(), (batches["chunks"] == 1).to_numpy()
+    kernel = "fa3" if table["backend"].str.contains("fa3").any() else "fa2"
+    found = {}
+    for kind, axes in (("decode", ("decodes", "context")), ("prefill", ("tokens",))):
+        alike, mine = (decoding, usual & decoding) if kind == "decode" else (~decoding, usual & single)
+        for axis in axes:
+            parts = []
+            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
+                left = batches[axis].isin(chosen).to_numpy() & alike
+                families = fit_families(table[~left], hardware.sms, kernel)
+                for (heads, kv_heads), rows in table[left & mine].groupby(["heads", "kv_heads"]):
+                    family = nearest_family(families, int(heads), int(kv_heads), 128)
+                    fit = family.for_layout(int(heads), int(kv_heads))
+                    b = batches.loc[rows.index]
+                    if kind == "decode":
+                        parts.append(_scored(rows, fit.decode_us(b["decodes"], b["context"]), fold))
+                    else:
+                        parts.append(_scored(rows, fit.prefill_us(b["tokens"], b["prefix"]), fold))
+            if parts:
+                found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+    return found

@@ -1,0 +1,126 @@
+"""A config's memory measures, made for one replica: host memory to swap to, and the admission control."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from policies.admission import AdmissionControl, Ladder
+from policies.batch import BatchShape
+from policies.swap import PREEMPTIONS, HostMemory, Swap, SwapCosts
+from profiler import load_hardware, load_model_spec
+from profiler.dtypes import dtype_bytes
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.host_memory import HostLink
+
+if TYPE_CHECKING:
+    from simulator.engine import Engine
+
+GIB, MIB = 2**30, 2**20
+
+
+class ReplicaMemory:
+    """Sizes and costs of one engine's swapping. block_bytes: KV of one block on all devices of a replica together;
+    device_block_bytes: on the device that holds most of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.config = config = engine.config
+        self.ladder = ladder_of(config)
+        model = load_model_spec(config.model)
+        kv_dtype = kv_dtype_of(config)
+        self.block_bytes = model.kv_bytes_per_token(kv_dtype) * config.block_size
+        layers = max(config.layer_split) if config.layer_split else -(-model.layers // config.pp)
+        self.device_block_bytes = model.kv_bytes_per_token(kv_dtype, config.tp, layers=layers) * config.block_size
+
+    @property
+    def swaps(self) -> bool:
+        """Whether preempted requests may go to host memory."""
+        if self.ladder is not None:
+            return "offload" in self.ladder.rungs
+        return self.config.preemption != "recompute"
+
+    def link(self) -> HostLink:
+        """A link between a device and its host."""
+        bandwidth = self.config.swap_bandwidth or load_hardware(self.config.gpu).host_bandwidth
+        if bandwidth is None:
+            raise SimulationError(f"gpu {self.config.gpu}: its link to the host is not known; give --swap-bandwidth")
+        return HostLink(bandwidth)
+
+    def swap(self) -> Swap | None:
+        if not self.swaps:
+            return None
+        config = self.config
+        memory = HostMemory.of(round(config.swap_gib * GIB), self.block_bytes, round(config.swap_page_mib * MIB))
+        link = self.link()
+        # A ladder that offloads does it where it costs less, unless it was told otherwise.
+        how = "auto" if config.preemption == "recompute" else config.preemption
+        costs = SwapCosts(lambda blocks: link.time_ns(blocks * self.device_block_bytes), self.prefill_ns)
+        return Swap(memory, how, costs)  # type: ignore[arg-type]
+
+    def admission(self) -> AdmissionControl | None:
+        if self.ladder is None:
+            return None
+        return AdmissionControl(self.ladder, self._first_rate)
+
+    def prefill_ns(self, tokens: int) -> int:
+        """Time to compute so many tokens again, in chunks as large as batches may be."""
+        chunk = self._chunk
+        total, done = 0, 0
+        while done < tokens:
+            size = min(chunk, tokens - done)
+            total += self.engine.estimate_ns(BatchShape(((size, done),), sampled=int(done + size == tokens)))
+            done += size
+        return total
+
+    @cached_property
+    def _chunk(self) -> int:
+        policy = self.engine.policy
+        own = getattr(policy, "chunk_size", None)
+        budget = self.config.token_budget or policy.default_token_budget(self.engine.max_model_len)
+        return int(min(own or 8192, budget or 8192))
+
+    @cached_property
+    def _first_rate(self) -> float:
+        """Prefill tokens per second of a batch of nothing else."""
+        return self._chunk * 1e9 / self.engine.estimate_ns(BatchShape(((self._chunk, 0),)))
+
+
+def ladder_of(config: ReplayConfig) -> Ladder | None:
+    """The trouble ladder of a config; None for the policy's own behaviour alone."""
+    if config.ladder is None:
+        return None
+    return Ladder.of(
+        config.ladder, trouble_from=config.trouble_from, plain_tokens=config.plain_tokens, risk=config.risk,
+        max_wait_s=config.max_wait_s,
+    )  # fmt: skip
+
+
+def check_memory(config: ReplayConfig) -> None:
+    """SimulationError or PolicyError for memory settings that make no sense, whether or not they are used."""
+    if config.preemption not in PREEMPTIONS:
+        raise SimulationError(f"--preemption: found {config.preemption!r}, expected one of {', '.join(PREEMPTIONS)}")
+    for flag, value in (("--swap-gib", config.swap_gib), ("--swap-page-mib", config.swap_page_mib)):
+        if not 0 < value < float("inf"):
+            raise SimulationError(f"{flag}: found {value:g}, expected above 0")
+    if config.swap_bandwidth is not None and not 0 < config.swap_bandwidth < float("inf"):
+        raise SimulationError(f"--swap-bandwidth: found {config.swap_bandwidth:g}, expected bytes per second above 0")
+    if config.kv_store_gib is not None and not 0 < config.kv_store_gib < float("inf"):
+        raise SimulationError(f"--kv-store-gib: found {config.kv_store_gib:g}, expected above 0")
+    ladder = ladder_of(config)
+    if ladder is not None and config.preemption != "recompute" and "offload" not in ladder.rungs:
+        raise SimulationError(
+            f"--preemption {config.preemption} beside --ladder {config.ladder}: expected the rung offload in it"
+        )
+
+
+def kv_dtype_of(config: ReplayConfig) -> str:
+    """The dtype of keys and values in a run."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    model = load_model_spec(config.model)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
+    return dtype if dtype_bytes(dtype) >= 2 else "bfloat16"

@@ -1,0 +1,175 @@
+"""The calls that we make to FlashAttention: with its published signatures, on a stand-in that computes by the formula.
+
+No GPU is needed: the stand-in says whether the arguments mean what we think; whether the package agrees, only a device
+can tell (tests marked cuda).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from executor.attention.flash_attn import FlashAttention, find_generation
+from executor.attention.reference import ReferenceAttention
+from executor.errors import ExecutorError
+from executor.kv_cache import KVCache
+from profiler.model_spec import ModelSpec
+from tests.executor.batches import blocks_needed, make_step
+
+SIZES = {2: 256, 3: 16, 4: 16}
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, length: int, scale: float, window: tuple[int | None, ...]
+) -> Tensor:
+    """Bottom-right causal attention of q [rows, heads, d] over `length` tokens; k and v [blocks, size, kv heads, d]."""
+    rows, share = q.shape[0], q.shape[1] // k.shape[2]
+    if length == 0:
+        return torch.zeros_like(q)
+    used = table[: -(-length // k.shape[1])].long()
+    keys, values = (part[used].flatten(0, 1)[:length].repeat_interleave(share, 1).float() for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    at, row = torch.arange(length)[None, :], torch.arange(length - rows, length)[:, None]
+    seen = at <= row
+    if window[0] is not None and window[0] >= 0:
+        seen &= at >= row - window[0]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def packed(q, k, v, starts, tables, lengths, scale, window):  # type: ignore[no-untyped-def]
+    out = torch.zeros_like(q)
+    bounds = starts.tolist()
+    for index, length in enumerate(lengths):
+        rows = slice(bounds[index], bounds[index + 1])
+        out[rows] = formula(q[rows], k, v, tables[index], int(length), scale, window)
+    return out
+
+
+def batched(q, k, v, tables, lengths, scale, window):  # type: ignore[no-untyped-def]
+    parts = [formula(q[i], k, v, tables[i], int(n), scale, window) for i, n in enumerate(lengths)]
+    return torch.stack(parts)
+
+
+def second_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    assert causal
+    assert k.shape[1] % 256 == 0
+    assert k.stride(-1) == q.stride(-1) == 1
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    assert int(cu_seqlens_k.diff().max()) <= max_seqlen_k
+    return packed(q, k, v, cu_seqlens_q, block_table, cu_seqlens_k.diff(), softmax_scale, window_size)
+
+
+def second_cached(
+    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
+    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    assert k_cache.shape[1] % 256 == 0
+    return batched(q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale, window_size)
+
+
+def third_cached(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    if cu_seqlens_q is None:
+        return batched(q, k_cache, v_cache, page_table, cache_seqlens, softmax_scale, window_size)
+    assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
+    return packed(q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, softmax_scale, window_size)
+
+
+def fourth_varlen(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), **others,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    assert not others
+    if cu_seqlens_q is None:
+        return batched(q, k, v, page_table, seqused_k, softmax_scale, window_size), None
+    return packed(q, k, v, cu_seqlens_q, page_table, seqused_k, softmax_scale, window_size), None
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three, four = ModuleType("flash_attn"), ModuleType("flash_attn_interface"), ModuleType("flash_attn.cute")
+    two.__dict__.update(flash_attn_varlen_func=second_varlen, flash_attn_with_kvcache=second_cached, cute=four)
+    three.__dict__.update(flash_attn_with_kvcache=third_cached)
+    four.__dict__.update(flash_attn_varlen_func=fourth_varlen)
+    for module in (two, three, four):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("generation", [2, 3, 4])
+def test_chunks_and_decodes_are_handed_over_as_the_reference_means_them(generation: int, window: int | None) -> None:
+    block_size = SIZES[generation]
+    spec = ModelSpec(
+        name="small", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=8, vocab=64,
+        max_position=4096, sliding_window=window,
+    )  # fmt: skip
+    step = make_step([(20, 0), (9, 31)], [3, 99], block_size=block_size, dummies=2)
+    cache = KVCache(spec, blocks_needed(step) + 1, block_size, torch.float32, torch.device("cpu"))
+    cache.pool.copy_(torch.randn(cache.pool.shape, generator=torch.Generator().manual_seed(1)))
+    wide = torch.randn(step.rows, 2 * spec.q_size, generator=torch.Generator().manual_seed(2))
+    q = wide[:, : spec.q_size]
+    expected, got = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
+    ReferenceAttention(spec).attend(0, q, expected, step, cache)
+    backend = FlashAttention(spec, generation=generation)
+    backend.attend(0, q, got, step, cache)
+    assert backend.name == f"flash_attn{generation}"
+    assert float((got - expected).abs().max()) < 2e-6
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_hopper_takes_generation_3_others_the_one_made_for_them() -> None:
+    assert find_generation(90) == (3, "")
+    assert find_generation(100) == (4, "")
+    assert find_generation(80) == (2, "")
+    assert find_generation(75)[0] == 0
+
+
+def test_a_package_without_its_compiled_half_is_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, None)
+    generation, reason = find_generation(90)
+    assert generation == 0
+    assert "flash_attn" in reason
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_generation_2_refuses_small_blocks_in_words() -> None:
+    spec = ModelSpec(
+        name="small", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=8, vocab=64, max_position=64
+    )
+    step = make_step([(3, 0)], [])
+    cache = KVCache(spec, 9, 16, torch.float32, torch.device("cpu"))
+    q = torch.zeros(3, spec.q_size)
+    with pytest.raises(ExecutorError, match="multiples of 256 tokens, found --block-size 16"):
+        FlashAttention(spec, generation=2).attend(0, q, q.clone(), step, cache)
+
+
+def test_the_installed_package_has_the_signatures_of_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python side of flash-attn 2.8 with its compiled half replaced by an empty module."""
+    if find_spec("flash_attn") is None:
+        pytest.skip("flash-attn is not installed")
+    if find_spec("flash_attn_2_cuda") is None:
+        monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", ModuleType("flash_attn_2_cuda"))
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    for theirs, ours in ((flash_attn_varlen_func, second_varlen), (flash_attn_with_kvcache, second_cached)):
+        assert list(inspect.signature(theirs).parameters) == list(inspect.signature(ours).parameters)

@@ -1,0 +1,149 @@
+"""KV memory under pressure in virtual time: transfers by hand, what a session finds again, and nobody lost in a burst."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policies.errors import PolicyError
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.host_memory import HostLink
+from simulator.simulation import replay
+from tests.simulator.constant_cost import ConstantCost, trace_of
+
+S = 1_000_000_000
+MIB = 2**20
+
+
+def run(trace, cost=None, **options):
+    config = ReplayConfig(policy=options.pop("policy", "vllm_v1"), **options)
+    return replay(trace, config, cost=cost or ConstantCost(device_ns=S))
+
+
+def test_a_link_serves_each_direction_in_turn_and_both_at_once():
+    link = HostLink(1e9, latency_ns=10)
+    assert link.move(0, 1000, 0) == 1010
+    assert link.move(500, 0, 2000) == 2510, "the other direction is free"
+    assert link.move(500, 1000, 0) == 2020, "this one is not: 510 ns of waiting"
+    assert link.move(0, 90, 80) == 2120 + 480, "out first, then in, behind what comes in already"
+    assert (link.busy_ns, link.waited_ns) == (1010 + 2010 + 1010 + 100 + 90, 510 + 2020 + 390)
+
+
+# 2 requests of 64 + 64 tokens want 8 blocks of 16 each and find 12: at 97 tokens each, one has to go.
+TIGHT = {"num_blocks": 12, "model": "llama-3.1-8b", "swap_bandwidth": 128 * 1024 * 16.0, "swap_gib": 1.0}
+
+
+def test_a_batch_waits_for_what_it_swaps():
+    """At one block (2 MiB of keys and values) a second, six blocks out hold the next batch up by 6 s, and so do they
+    when they come back; everything else takes a second a step."""
+    trace = trace_of([(0, 64, 64), (0, 64, 64)])
+    swapped = run(trace, preemption="swap", **TIGHT)
+    recomputed = run(trace, preemption="recompute", **{**TIGHT, "swap_bandwidth": None})
+    assert (swapped.summary["preemptions_by_swap"], recomputed.summary["preemptions_by_recompute"]) == (1, 1)
+    assert swapped.summary["swap_out_bytes"] == swapped.summary["swap_in_bytes"] == 6 * 2 * MIB
+    assert swapped.summary["iterations"] == recomputed.summary["iterations"]
+    assert swapped.summary["duration_s"] == pytest.approx(recomputed.summary["duration_s"] + 12, abs=1e-3)
+    assert swapped.summary["swap_link_busy_s"] == pytest.approx(12, abs=1e-3)
+
+
+def test_auto_recomputes_where_the_link_is_slow_and_swaps_where_it_is_fast():
+    trace = trace_of([(0, 64, 64), (0, 64, 64)])
+    for bandwidth, kind in ((1e3, "recompute"), (1e12, "swap")):
+        summary = run(trace, preemption="auto", **{**TIGHT, "swap_bandwidth": bandwidth}).summary
+        assert summary[f"preemptions_by_{kind}"] == 1
+
+
+def test_leaps_cross_swapping_runs_unchanged():
+    trace = trace_of([(row / 3, 40 + row % 7, 30 + row % 11) for row in range(40)])
+    runs = [
+        run(trace, preemption="swap", num_blocks=40, leaps=leaps, swap_bandwidth=1e8, policy="chunked")
+        for leaps in (True, False)
+    ]
+    assert runs[0].summary["preemptions_by_swap"] > 0
+    for name in ("requests", "iterations", "tokens", "segments"):
+        tables = [run.tables.table(name).to_pydict() for run in runs]
+        assert all(repr(tables[0][column]) == repr(tables[1][column]) for column in tables[0]), name
+
+
+def conversation(hashes=True):
+    """Three turns; each prompt is everything said before and 32 new tokens. Answers have 20 tokens."""
+    trace = trace_of([(0, 32, 20), (100, 84, 20), (200, 136, 20)])
+    names = [tuple(range(tokens // 16)) for tokens in (32, 84, 136)]
+    return replace(trace, session=["a"] * 3, prefix_hashes=names if hashes else None, hash_tokens=16 if hashes else 0)
+
+
+def test_a_later_turn_finds_prompt_and_answer_of_the_earlier_one():
+    """Turn 1 leaves 51 tokens of keys and values (its last token has none): 3 blocks, one of them answer alone.
+    Turn 2 leaves 103: 6 blocks. Without the answers turn 3 would find 5."""
+    found = run(conversation(), prefix_caching=True, num_blocks=100, policy="chunked")
+    cached = found.tables.column("requests", "cached_tokens").tolist()
+    assert cached == [0, 48, 96]
+    assert (found.summary["cached_tokens"], found.summary["prefix_hit_requests"]) == (144, 2)
+    assert found.summary["cached_share"] == 144 / (32 + 84 + 136)
+    unknown = run(conversation(hashes=False), prefix_caching=True, num_blocks=100, policy="chunked")
+    assert unknown.summary["cached_tokens"] == 0
+
+
+BURST = [(0.001 * row, 100_000, 40) for row in range(50)] + [(5 + row, 200, 100) for row in range(30)]
+
+
+@pytest.mark.parametrize("ladder", ["none", "preempt", "preempt,plain", "preempt,offload", "preempt,oversubscribe", "all"])
+def test_a_burst_of_very_long_prompts_loses_nobody(ladder):
+    trace = trace_of(BURST)
+    cost = ConstantCost(device_ns=5_000_000, per_row_ns=20_000)
+    result = run(trace, cost, policy="chunked", ladder=ladder, num_blocks=30_000, max_wait_s=60.0)
+    summary = result.summary
+    assert summary["requests"] == summary["finished"] + summary["rejected"] == 80
+    assert np.min(result.tables.column("iterations", "free_blocks")) >= 0
+    reasons = {reason for reason in result.tables.column("requests", "reason") if reason}
+    assert all(reason.startswith("overloaded: first token expected after") for reason in reasons)
+    assert bool(reasons) == ("reject" in ladder or ladder == "all") == (summary["rejected_overloaded"] > 0)
+    if ladder == "none":
+        assert summary["preemptions"] == 0
+
+
+def test_plain_batches_never_mix():
+    trace = trace_of(BURST)
+    cost = ConstantCost(device_ns=5_000_000, per_row_ns=20_000)
+    result = run(trace, cost, policy="chunked", ladder="preempt,plain", num_blocks=30_000, trouble_from=0.01)
+    assert result.summary["plain_plans"] > 0
+    chunks, decodes = (result.tables.column("iterations", name) for name in ("num_chunks", "decodes"))
+    waiting = result.tables.column("iterations", "waiting")
+    assert not np.any((chunks > 0) & (decodes > 0) & (waiting > 0))
+
+
+def test_oversubscription_admits_on_the_expected_length():
+    """Limits of 400 tokens, answers of 40: counted on in full they keep most requests out."""
+    trace = trace_of([(row / 10, 16, 40) for row in range(60)])
+    trace = replace(trace, max_output_tokens=np.full(60, 400))
+    careful, bold = (
+        run(trace, ConstantCost(device_ns=S // 10), policy="orca", num_blocks=200, ladder=ladder).summary
+        for ladder in ("preempt", "preempt,oversubscribe")
+    )
+    assert bold["running_max"] > 2 * careful["running_max"]
+    assert bold["e2e_s_mean"] < careful["e2e_s_mean"]
+    assert bold["beyond_longest"] > 0
+    assert bold["finished"] == careful["finished"] == 60
+
+
+def test_mistakes_are_named():
+    trace = trace_of([(0, 10, 10)])
+    for options, message in (
+        ({"preemption": "drop"}, "--preemption: found 'drop', expected one of recompute, swap, auto"),
+        ({"swap_gib": 0.0}, "--swap-gib: found 0, expected above 0"),
+        ({"preemption": "swap", "ladder": "preempt"}, "expected the rung offload"),
+        ({"swap_bandwidth": -1.0}, "--swap-bandwidth: found -1"),
+    ):
+        with pytest.raises(SimulationError, match=message):
+            run(trace, **options)
+    for options, message in (
+        ({"ladder": "preempt,jump"}, "found rung 'jump'"),
+        ({"ladder": "offload"}, "offload without preempt"),
+        ({"ladder": "all", "risk": 2.0}, "risk: found 2"),
+        ({"preemption": "swap", "swap_gib": 0.001}, "expected at least one page"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            run(trace, **options)
