@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor.compressed_kv import CompressedKVCache
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
 from executor.sampler import Sampling, sample
@@ -124,6 +125,8 @@ class Runner:
         self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
         self.host = host
+        self._packed = cache if isinstance(cache, CompressedKVCache) else None
+        self._computed: dict[int, int] = {}
         self._poison_freed = poison
         self._to_poison: list[int] = []
 
@@ -135,6 +138,9 @@ class Runner:
         self._changes += 1
         if row is None:
             return
+        if self._packed is not None:
+            whole = self._computed.pop(row, 0) // self._block_size if self.ledger.prefix_caching else 0
+            self._packed.leave(self._tables[row].tolist(), whole)
         if self._poison_freed:
             self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
         # To the tail: a row is not used again while a batch planned before may still read it.
@@ -318,6 +324,8 @@ class Runner:
             first = int(step.decode_row[0])
             token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
         logits = self.loaded.model.forward(token_ids, step, self.cache)
+        if self._packed is not None:
+            self._pack_old(step)
         ids: list[int] = []
         if prepared.wanted:
             sampled = self._sample(logits, prepared)
@@ -326,6 +334,15 @@ class Runner:
         if self.cache.device.type == "cuda":
             torch.cuda.synchronize(self.cache.device)
         return Result(ids, start_ns, time.perf_counter_ns())
+
+    def _pack_old(self, step: Step) -> None:
+        """Pack what this batch has pushed out of its requests' windows."""
+        assert self._packed is not None
+        contexts = dict(zip(step.chunk_table.tolist(), (step.chunk_prefix + step.chunk_tokens).tolist()))
+        contexts.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
+        for row, context in contexts.items():
+            self._packed.seal_old(step.block_tables[row], context)
+        self._computed.update(contexts)
 
     def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         kernels = self.loaded.model.kernels
