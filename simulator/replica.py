@@ -73,6 +73,8 @@ class Replica:
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
+        self._repeat_terms = getattr(cost, "repeat_terms", None)
+        self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
         self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
         self.on_end = on_end
         self.overlap_sends = overlap_sends
@@ -355,20 +357,20 @@ class Replica:
         before, after = cost.host_ns(shape)
         return before, after, cost.stage_ns(shape), cost.inside(shape)
 
+    def _plain_stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
+        cost = self.cost
+        times: list[tuple[Ns, Ns]] = []
+        for stage, twin in enumerate(self._twins):
+            times.append((cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) if twin == stage else times[twin])
+        return times
+
     def _through_stages(self, batch: Batch, ready_ns: Ns) -> tuple[Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...]]:
         """Stage times of a batch: a stage starts when it is free and its input has arrived."""
-        cost, shape, free, overlap = self.cost, batch.shape, self._free_ns, self.overlap_sends
-        known: list[tuple[Ns, Ns]] = []
+        free, overlap = self._free_ns, self.overlap_sends
         stages = []
-        device = 0
+        device = end = 0
         arrived = ready_ns
-        for stage, twin in enumerate(self._twins):
-            if twin == stage:
-                times = cost.stage_ns(shape, stage), cost.send_ns(shape, stage)
-            else:
-                times = known[twin]
-            known.append(times)
-            busy, send = times
+        for stage, (busy, send) in enumerate(self._stages_ns(batch.shape)):
             start = free[stage]
             if arrived > start:
                 start = arrived
@@ -386,7 +388,7 @@ class Replica:
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
         horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
-        ends = ends_until(self.cost, batch.shape, quiet + 1, now, before + after, horizon)
+        ends = ends_until(self.cost, self._repeat_terms, batch.shape, quiet + 1, now, before + after, horizon)
         leap = Leap(batch, now, ends, before, after)
         if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
             self._cross(leap, len(ends) - 1)
