@@ -19,6 +19,7 @@ from experiments.agreement import Agreement, agreement, scheduler_of
 from experiments.drift import Probe, typical_speed
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
+from experiments.measured_times import Fed, feed, why_not_fed
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
 
@@ -72,7 +73,8 @@ class Settings:
 
 @dataclass
 class Result:
-    """What a validation found; everything that its report says."""
+    """What a validation found; everything that its report says. fed: the simulator with measured durations, or why "
+    "not."""
 
     settings: Settings
     trace_name: str
@@ -83,6 +85,7 @@ class Result:
     comparisons: list[Comparison]
     rankings: list[Ranking]
     agreements: dict[str, Agreement]
+    fed: dict[str, Fed | str]
     iterations: Iterations
     lost: int
     ends: dict[str, int]
@@ -245,7 +248,7 @@ class Validation:
         from metrics import read_run, summarise
 
         result = Result(
-            self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {},
+            self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {}, {},
             Iterations(*(np.zeros(0) for _ in range(6))), 0, {},
         )  # fmt: skip
         speed = typical_speed(result.probes)
@@ -262,6 +265,7 @@ class Validation:
                     run = read_run(self._live_folder(repeat, load, policy))
                     name = f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
+                    result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
                     result.lost += len(trace) - run.rows("requests")
                     for status in run.column("requests", "status").tolist():
