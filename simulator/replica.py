@@ -170,23 +170,27 @@ class Replica:
     def prefill_tokens(self) -> int:
         return self.scheduler.queues.prefill_tokens
 
+    # A leap answers for this moment without being stopped.
+
     @property
     def decode_tokens_promised(self) -> int:
         promised = self.scheduler.queues.decode_tokens_promised
         leap = self._leap
         if leap is not None:
-            # A leap answers for this moment without being stopped.
             promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
         return promised
 
     @property
-    def total_blocks(self) -> int:
-        return self.scheduler.ledger.total_blocks
+    def free_blocks(self) -> int:
+        free = self.scheduler.ledger.free_blocks
+        leap = self._leap
+        if leap is not None:
+            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.env.now))
+        return free
 
     @property
-    def free_blocks(self) -> int:
-        self.settle()
-        return self.scheduler.ledger.free_blocks
+    def total_blocks(self) -> int:
+        return self.scheduler.ledger.total_blocks
 
     @property
     def block_size(self) -> int:
