@@ -61,6 +61,33 @@ NumBlocks = Annotated[
 MemoryShare = Annotated[float, _option("--memory-share", "Most of the free memory that the KV pool takes.", _MEMORY)]
 Watermark = Annotated[float | None, _option("--watermark", "Share of blocks that admission leaves free.", _MEMORY)]
 Poison = Annotated[bool, _option("--poison", "Fill freed blocks with NaN (a check of the engine).", _MEMORY)]
+PrefixCaching = Annotated[
+    bool, _option("--prefix-caching", "Share the KV blocks of texts that agree from their beginning.", _MEMORY)
+]
+PreemptionKind = Annotated[
+    str, _option("--preemption", "What preempted requests do: recompute, swap, or the cheaper (auto).", _MEMORY)
+]
+SwapGiB = Annotated[float, _option("--swap-gib", "Host memory to swap to, in GiB.", _MEMORY)]
+SwapPage = Annotated[float, _option("--swap-page-mib", "Page of host memory, the unit of swapping, in MiB.", _MEMORY)]
+LadderRungs = Annotated[
+    str | None,
+    _option(
+        "--ladder", "Against full memory: preempt,plain,offload,oversubscribe,reject; or all, or none.", _MEMORY
+    ),
+]
+TroubleFrom = Annotated[
+    float, _option("--trouble-from", "Share of blocks in use from which memory is short.", _MEMORY)
+]
+PlainTokens = Annotated[
+    int, _option("--plain-tokens", "Most prefill tokens of a batch without decodes (rung plain).", _MEMORY)
+]
+Risk = Annotated[
+    float,
+    _option("--risk", "Answers counted on: 0 the longest allowed, 1 the expected (rung oversubscribe).", _MEMORY),
+]
+MaxWait = Annotated[
+    float, _option("--max-wait", "Longest expected wait for a first token, in s (rung reject).", _MEMORY)
+]
 TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
 AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
 Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
@@ -108,6 +135,15 @@ def replay_command(
     memory_share: MemoryShare = 0.5,
     watermark: Watermark = None,
     poison: Poison = False,
+    prefix_caching: PrefixCaching = False,
+    preemption: PreemptionKind = "recompute",
+    swap_gib: SwapGiB = 1.0,
+    swap_page_mib: SwapPage = 16.0,
+    ladder: LadderRungs = None,
+    trouble_from: TroubleFrom = 0.9,
+    plain_tokens: PlainTokens = 8192,
+    risk: Risk = 1.0,
+    max_wait_s: MaxWait = 60.0,
     time_scale: TimeScale = 1.0,
     as_fast_as_possible: AtOnce = False,
     limit: Limit = None,
@@ -341,15 +377,16 @@ def _print_run(run: Any, out: Path | None, as_json: bool) -> None:
 
 
 class _Progress:
-    """A progress bar on a terminal's stderr, nothing elsewhere."""
+    """A progress bar on a terminal's stderr; elsewhere one line there when serving begins."""
 
     def __init__(self, quiet: bool) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._quiet = quiet or not sys.stderr.isatty()
+        self._quiet = quiet
+        self._lines = not sys.stderr.isatty()
 
     def __enter__(self) -> _Progress:
-        if not self._quiet:
+        if not self._quiet and not self._lines:
             from rich.console import Console
             from rich.progress import Progress
 
@@ -359,6 +396,8 @@ class _Progress:
         return self
 
     def update(self, ended: int, total: int) -> None:
+        if not self._quiet and self._lines and ended == 0:
+            print(f"serving {total} requests", file=sys.stderr, flush=True)
         if self._bar is not None:
             self._bar.update(self._task, completed=ended, total=total)
 

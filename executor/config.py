@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from executor.errors import ExecutorError
+from policies.swap import PREEMPTIONS
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class LiveConfig:
     ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
     temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
     poison: fill freed KV blocks with NaN (a check, not for measurements).
+    prefix_caching: share the KV blocks of texts that agree from their beginning. preemption, swap_gib, swap_page_mib,
+        ladder, trouble_from, plain_tokens, risk, max_wait_s: as in a simulated run.
     """
 
     policy: str = "chunked"
@@ -52,6 +55,15 @@ class LiveConfig:
     warmup: str | None = None
     slo: str | None = None
     poison: bool = False
+    prefix_caching: bool = False
+    preemption: str = "recompute"
+    swap_gib: float = 1.0
+    swap_page_mib: float = 16.0
+    ladder: str | None = None
+    trouble_from: float = 0.9
+    plain_tokens: int = 8192
+    risk: float = 1.0
+    max_wait_s: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
@@ -62,6 +74,11 @@ class LiveConfig:
             raise ExecutorError(f"--memory-share: found {self.memory_share:g}, expected above 0 and at most 1")
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ExecutorError(f"--watermark: found {self.watermark:g}, expected at least 0 and below 1")
+        if self.preemption not in PREEMPTIONS:
+            raise ExecutorError(f"--preemption: found {self.preemption!r}, expected one of {', '.join(PREEMPTIONS)}")
+        for flag, size in (("--swap-gib", self.swap_gib), ("--swap-page-mib", self.swap_page_mib)):
+            if not 0 < size < float("inf"):
+                raise ExecutorError(f"{flag}: found {size:g}, expected above 0")
         if not 0 <= self.time_scale < float("inf"):
             raise ExecutorError(f"--time-scale: found {self.time_scale}, expected 0 or more")
 

@@ -120,12 +120,13 @@ class LiveEngine:
         at_once: bool = False,
         progress: Progress | None = None,
         on_token: Callable[[int, int], None] | None = None,
+        on_end: Callable[[int, Text], None] | None = None,
         inside: Callable[[Any], bool] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
         self.trace, self.prompts, self.sampling = trace, prompts, sampling
         self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
-        self.inside = inside
+        self.inside, self.on_end = inside, on_end
         self.arrivals = Arrivals(trace, time_scale, at_once)
         self.outcome = Outcome()
         self._ahead = scheduler.depth > 1
@@ -142,6 +143,8 @@ class LiveEngine:
     def run(self) -> Outcome:
         """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM."""
         with self._signals():
+            if self.progress is not None:
+                self.progress(0, len(self.trace))
             self._origin = time.perf_counter_ns()
             cpu = time.process_time_ns()
             worker = None
@@ -340,6 +343,8 @@ class LiveEngine:
         text = self.runner.texts.pop(row, None)
         if text is not None:
             self.outcome.answers[row] = text.output
+            if self.on_end is not None:
+                self.on_end(row, text)
         self.recorder.request(
             track.request, 0, track.status, track.reason, track.delivered, track.admitted_ns, track.first_token_ns,
             track.finished_ns, track.preemptions, track.cached_total, track.segments,

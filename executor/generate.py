@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ def generate(
     """
     if max_tokens < 1:
         raise ExecutorError(f"max_tokens: found {max_tokens}, expected at least 1")
+    config = replace(config, ignore_eos=False)
     source = find_model(config.model)
     tokenizer = load_tokenizer(source)
     ids = tokenizer.encode(tokenizer.chat(prompt) if chat else prompt)

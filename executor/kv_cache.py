@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
+from executor.huge_pages import advise_huge_pages
 from profiler.model_spec import ModelSpec
 
 
@@ -43,7 +44,7 @@ class KVCache:
         try:
             # On a GPU the pool starts finite: some attention kernels load whole blocks and weigh the rest with zero.
             new = torch.zeros if device.type == "cuda" else torch.empty
-            self.pool = new(shape, dtype=dtype, device=device)
+            self.pool = advise_huge_pages(new(shape, dtype=dtype, device=device))
         except (RuntimeError, torch.OutOfMemoryError):
             need = self.layers * 2 * blocks * self.kv_heads * block_size * self.head_dim * dtype.itemsize
             raise ExecutorError(

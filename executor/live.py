@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from executor.block_names import TextNames
 from executor.config import LiveConfig
+from executor.conversation import Conversations, keeps_history
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
+from executor.memory import MeasuredCosts, make_admission, make_host_cache, make_swap
 from executor.prompts import Prompts, file_prompts, trace_prompts
-from executor.runner import Runner
+from executor.runner import Runner, Text
 from executor.sampler import Sampling
 from policies import BatchShape, Ns, Policy, Scheduler, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
+from policies.memory_counts import memory_counts
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
@@ -82,8 +86,10 @@ def replay_live(
     if loaded is None:
         loaded = load_for(config, longest)
     max_model_len = min(longest, loaded.max_tokens)
-    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost)
-    if config.poison and getattr(policy, "prefix_caching", False):
+    costs = MeasuredCosts()
+    names = TextNames()
+    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost, costs, names)
+    if config.poison and scheduler.ledger.prefix_caching:
         raise ExecutorError("--poison: freed blocks of a prefix cache may be read again; switch one of them off")
     from metrics import Recorder
 
@@ -91,12 +97,22 @@ def replay_live(
     cache = loaded.new_cache(scheduler.ledger.total_blocks, config.block_size)
     rows = min(scheduler.max_num_seqs, len(trace), 256)
     runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
+    runner.host = make_host_cache(scheduler.swap, cache)
+    names.texts = runner.texts
+    said = prompts or _prompts(config, trace, loaded)
+    conversations = Conversations(trace, said) if prompts is None and keeps_history(trace) else None
+
+    def on_end(row: int, text: Text) -> None:
+        names.forget(row)
+        if conversations is not None:
+            conversations.ended(row, text.ids[: text.length])
+
     engine = LiveEngine(
         scheduler,
         runner,
         recorder,
         trace,
-        prompts or _prompts(config, trace, loaded),
+        conversations or said,
         sampling=lambda row: Sampling(config.temperature, config.top_k, config.top_p, config.seed * 1_000_003 + row),
         stop_ids=stop_ids,
         pinned=config.ignore_eos,
@@ -105,15 +121,17 @@ def replay_live(
         progress=progress,
         on_token=on_token,
         inside=None if cost is None else cost.inside,
+        on_end=on_end,
     )
     _warm_up(runner)
+    _measure_costs(runner, scheduler, costs)
     gc.collect()
     gc.freeze()  # what is alive now stays: collections during the run need not walk it
     try:
         outcome = engine.run()
     finally:
         gc.unfreeze()
-    return _finish(trace, config, policy, scheduler, loaded, recorder, outcome, max_model_len)
+    return _finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len)
 
 
 def load_for(config: LiveConfig, longest: int) -> Loaded:
@@ -142,7 +160,8 @@ def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
 
 
 def _scheduler(
-    policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int, cost: CostModel | None
+    policy: Policy, config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int, cost: CostModel | None,
+    costs: MeasuredCosts, names: TextNames,
 ) -> Scheduler:
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
@@ -155,6 +174,10 @@ def _scheduler(
         watermark=config.watermark,
         by_id=True,
         ahead=config.ahead or None,
+        prefix_caching=config.prefix_caching,
+        names=names,
+        swap=make_swap(config, loaded.kv_bytes_per_token * config.block_size, costs),
+        admission=make_admission(config),
         **known,
     )
 
@@ -205,6 +228,46 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
     return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
 
 
+def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> float:
+    """Nanoseconds per prompt token of one chunk on an empty cache (blocks that nobody has yet are written)."""
+    import time
+
+    import numpy as np
+
+    from executor.step import Step
+
+    size = runner.cache.block_size
+    tokens = max(1, min(tokens, (runner.cache.blocks - 1) * size, runner.loaded.max_tokens))
+    span = np.arange(tokens, dtype=np.int32)
+    zero = np.zeros(1, np.int32)
+    none = np.empty(0, np.int32)
+    step = Step(
+        rows=tokens,
+        token_ids=np.zeros(tokens, np.int64),
+        positions=span,
+        slots=(span + size).astype(np.int64),  # from block 1 on
+        tables=np.arange(1, -(-tokens // size) + 1, dtype=np.int32)[None],
+        chunk_row=zero,
+        chunk_tokens=np.array([tokens], np.int32),
+        chunk_prefix=zero,
+        chunk_table=zero,
+        decode_row=none,
+        decode_context=none,
+        decode_table=none,
+        sampled_rows=none,
+        sampled_table=none,
+        device=runner.cache.device,
+    )
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter_ns()
+        runner.loaded.model.forward(step.tensor(step.token_ids), step, runner.cache)
+        if runner.cache.device.type == "cuda":
+            torch.cuda.synchronize(runner.cache.device)
+        best = min(best, (time.perf_counter_ns() - started) / tokens)
+    return best
+
+
 def _warm_up(runner: Runner) -> None:
     """First use of kernels, buffers and threads, so that the first request does not pay for them."""
     import numpy as np
@@ -233,12 +296,23 @@ def _warm_up(runner: Runner) -> None:
         runner.loaded.model.forward(step.tensor(step.token_ids), step, runner.cache)
 
 
+def _measure_costs(runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
+    """What swap and admission have to know of this machine: time of a block's copy, and of a token's prefill."""
+    if runner.host is None and scheduler.admission is None:
+        return
+    costs.token_ns = prefill_token_ns(runner)
+    if runner.host is not None:
+        costs.block_ns = runner.host.measured_move_ns()
+    if scheduler.admission is not None and scheduler.admission.rate is None:
+        scheduler.admission.rate = 1e9 / costs.token_ns
+
+
 def _finish(
     trace: Trace,
     config: LiveConfig,
     policy: Policy,
     scheduler: Scheduler,
-    loaded: Loaded,
+    runner: Runner,
     recorder: Any,
     outcome: Outcome,
     max_model_len: int,
@@ -246,7 +320,7 @@ def _finish(
     from metrics import summarise
 
     tables = recorder.tables()
-    tables.config = _run_config(trace, config, policy, scheduler, loaded, outcome, max_model_len)
+    tables.config = _run_config(trace, config, policy, scheduler, runner, outcome, max_model_len)
     warmup: int | str = 0
     if config.warmup is not None:
         warmup = int(config.warmup) if config.warmup.isdigit() else config.warmup
@@ -259,12 +333,13 @@ def _run_config(
     config: LiveConfig,
     policy: Policy,
     scheduler: Scheduler,
-    loaded: Loaded,
+    runner: Runner,
     outcome: Outcome,
     max_model_len: int,
 ) -> dict[str, Any]:
     from profiler.work import byte_coefficients, flop_coefficients
 
+    loaded = runner.loaded
     knobs = {name: getattr(policy, name) for name in knobs_of(type(policy))}
     described = loaded.describe()
     dtype, kv_dtype = str(described["dtype"]), str(described["kv_dtype"])
@@ -298,6 +373,7 @@ def _run_config(
             "provenance": dict(trace.provenance),
         },
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
+        "memory": _memory_facts(scheduler, runner),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,
@@ -306,6 +382,14 @@ def _run_config(
         "model_flops": flop_coefficients(loaded.spec),
         **({"model_bytes": byte_coefficients(loaded.spec, dtype, kv_dtype)} if countable else {}),
     }
+
+
+def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
+    facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
+    if runner.host is not None:
+        times = runner.host.times
+        facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9
+    return facts
 
 
 def _limit(value: int) -> int | None:

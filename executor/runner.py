@@ -20,6 +20,7 @@ from executor.kv_cache import KVCache
 from executor.loading import Loaded
 from executor.sampler import GREEDY, Sampling, sample
 from executor.step import Step
+from executor.swap import HostCache
 from policies import Batch, Chunk, KVLedger, Track
 
 
@@ -79,11 +80,12 @@ class Runner:
 
     longest: prompt + output limit. rows: requests that may run at once (more are taken in by growing).
     poison: fill freed blocks with NaN before the next step, so that a stale read cannot go unseen. Not for a ledger
-        that shares blocks between requests.
+        that shares blocks between requests. host: where preempted requests' KV goes, for a ledger that swaps.
     """
 
     def __init__(
-        self, loaded: Loaded, cache: KVCache, ledger: KVLedger, longest: int, *, rows: int = 64, poison: bool = False
+        self, loaded: Loaded, cache: KVCache, ledger: KVLedger, longest: int, *, rows: int = 64, poison: bool = False,
+        host: HostCache | None = None,
     ) -> None:
         self.loaded, self.cache, self.ledger = loaded, cache, ledger
         self.texts: dict[int, Text] = {}
@@ -92,6 +94,7 @@ class Runner:
         self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         self._row_of: dict[Track, int] = {}
         self._free_rows = deque(range(rows))
+        self.host = host
         self._poison_freed = poison
         self._to_poison: list[int] = []
 
@@ -220,8 +223,12 @@ class Runner:
     def execute(self, prepared: Prepared) -> Result:
         """Run the batch and sample. Batches have to be executed in the order in which they were planned."""
         start_ns = time.perf_counter_ns()
+        if prepared.batch.swap_out and self.host is not None:
+            self.host.copy_out(prepared.batch.swap_out)
         if prepared.poison:
             self.cache.poison(prepared.poison)
+        if prepared.batch.swap_in and self.host is not None:
+            self.host.copy_in(prepared.batch.swap_in)
         step = prepared.step
         token_ids = step.tensor(step.token_ids)
         if step.num_decodes:

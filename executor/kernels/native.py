@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
+from executor.huge_pages import advise_huge_pages
 from executor.kernels.base import Kernels, Linear
 from executor.kv_cache import KVCache
 from executor.native.library import Rotation, native_library
@@ -31,7 +32,7 @@ class NativeLinear(Linear):
         self.half = int(weight.dtype == torch.bfloat16)
         self.panels = int(library.ct_packed_panels(n, int(gated)))
         panel = 2 * int(library.ct_lanes())
-        self.packed = torch.empty(self.panels * k * panel, dtype=weight.dtype)
+        self.packed = advise_huge_pages(torch.empty(self.panels * k * panel, dtype=weight.dtype))
         weight = weight.contiguous()
         library.ct_pack(weight.data_ptr(), k, n, k, int(gated), self.half, self.packed.data_ptr())
         self.bias = None if bias is None else _packed_bias(bias, self.panels, panel, gated)

@@ -138,14 +138,84 @@ static void chunk_tile(const Work& w, long chunk, long head, long first, long co
     }
 }
 
-// One decode and one key/value head: two query heads at a time share each load of keys and values.
+// Where the keys of a tile lie, as offsets into the pool (those of the values are the same); one division a tile.
+static inline void locate(const Work& w, const int32_t* table, long head, long from, long count, long* at) {
+    const Pool& p = w.pool;
+    long block = from / p.block_size, slot = from % p.block_size;
+    for (long j = 0; j < count; ++block, slot = 0) {
+        long offset = ((table[block] * long(p.kv_heads) + head) * p.block_size + slot) * p.head_dim;
+        const long run = std::min(count - j, p.block_size - slot);
+        for (long i = 0; i < run; ++i, offset += p.head_dim) at[j++] = offset;
+    }
+}
+
+// Neighbours added pairwise: first half of the result from a, second from b.
+static inline vfloat add_pairs(vfloat a, vfloat b) {
+    const vint even = lane_numbers() * 2;
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+// The sums of four vectors, written to out[0..3].
+static inline void sum_four(vfloat a, vfloat b, vfloat c, vfloat d, float* out) {
+    vfloat v = add_pairs(add_pairs(a, b), add_pairs(c, d));
+    const vint lane = lane_numbers();
+    for (int half = LANES / 8; half > 0; half /= 2) v += __builtin_shuffle(v, lane ^ half);
+    const vfloat four = __builtin_shuffle(v, lane * (LANES / 4) % LANES);
+    memcpy(out, &four, 16);
+}
+
+template <typename T>
+static inline void fetch(const T* p, long d) {
+    for (long b = 0; b < long(d * sizeof(T)); b += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + b);
+}
+
+// Scores of four keys for two query heads that share each load.
+template <typename T, int D>
+static inline void score_four(const float* q0, const float* q1, const T* keys, const long* at, float* s0, float* s1) {
+    vfloat a0{}, a1{}, a2{}, a3{}, b0{}, b1{}, b2{}, b3{};
+    const T *k0 = keys + at[0], *k1 = keys + at[1], *k2 = keys + at[2], *k3 = keys + at[3];
+#pragma GCC unroll 8
+    for (int v = 0; v < D; ++v) {
+        const int i = v * LANES;
+        const vfloat x = load(q0 + i), y = load(q1 + i);
+        vfloat k = load(k0 + i);
+        a0 += x * k, b0 += y * k;
+        k = load(k1 + i);
+        a1 += x * k, b1 += y * k;
+        k = load(k2 + i);
+        a2 += x * k, b2 += y * k;
+        k = load(k3 + i);
+        a3 += x * k, b3 += y * k;
+    }
+    sum_four(a0, a1, a2, a3, s0);
+    if (s1 != s0) sum_four(b0, b1, b2, b3, s1);
+}
+
+// acc += p[j] * value[j] over a tile, for two query heads that share each load. The next tile's keys are fetched meanwhile.
+template <typename T, int D, size_t... I>
+static inline __attribute__((always_inline)) void add_values(const float* p0, const float* p1, const T* values, const long* at,
+                                                             long width, const T* next, const long* next_at, long next_width,
+                                                             float* o0, float* o1, std::index_sequence<I...>) {
+    vfloat a[D] = {load(o0 + I * LANES)...}, b[D] = {load(o1 + I * LANES)...};
+    for (long j = 0; j < width; ++j) {
+        if (j < next_width) fetch(next + next_at[j], D * LANES);
+        const T* value = values + at[j];
+        const vfloat x = splat(p0[j]), y = splat(p1[j]);
+        vfloat v;
+        ((v = load(value + I * LANES), a[I] += x * v, b[I] += y * v), ...);
+    }
+    (store(o0 + I * LANES, a[I]), ...);
+    if (o1 != o0) (store(o1 + I * LANES, b[I]), ...);
+}
+
+// One decode and one key/value head. D: head_dim in vectors, 0 for sizes that have no code of their own.
 template <typename T, int D>
 static void decode_heads(const Work& w, long decode, long head) {
     const long d = D ? D * LANES : w.pool.head_dim, share = w.heads / w.pool.kv_heads;
-    const long vectors = d / LANES, tail = vectors * LANES;
     const int32_t* table = w.tables + w.decode_table[decode] * w.table_width;
     const long end = w.decode_context[decode] + 1, row = w.decode_row[decode];
     const long start = w.window && end > w.window ? end - w.window : 0;
+    const T *keys = static_cast<const T*>(w.pool.keys), *values = static_cast<const T*>(w.pool.values);
     float* memory = scratch(share * (2 * d + KEYS) + 2 * share + 64);
     float *q = memory, *o = q + share * d, *scores = o + share * d, *top = scores + share * KEYS, *total = top + share;
     for (long i = 0; i < share * d; ++i) {
@@ -153,29 +223,30 @@ static void decode_heads(const Work& w, long decode, long head) {
         o[i] = 0;
     }
     for (long g = 0; g < share; ++g) top[g] = LOWEST, total[g] = 0;
-    const T *keys[2][KEYS], *value[KEYS];
+    long places[2][KEYS];
     const auto tile_from = [&](long base) { return std::max(start, base); };
     const auto tile_width = [&](long base) { return std::max(0L, std::min(end, base + KEYS) - tile_from(base)); };
-    const auto locate = [&](const T** at, const void* pool, long base) {
-        for (long j = 0; j < tile_width(base); ++j) at[j] = entry<T>(w, pool, table, tile_from(base) + j, head);
-    };
-    locate(keys[start / KEYS % 2], w.pool.keys, start / KEYS * KEYS);
-    for (long base = start / KEYS * KEYS; base < end; base += KEYS) {
+    const long first = start / KEYS * KEYS;
+    locate(w, table, head, tile_from(first), tile_width(first), places[first / KEYS % 2]);
+    for (long base = first; base < end; base += KEYS) {
         const long width = tile_width(base), next_width = tile_width(base + KEYS);
-        const T** key = keys[base / KEYS % 2];
-        const T** next_key = keys[(base / KEYS + 1) % 2];  // fetched into the cache while this tile's values are summed
-        locate(value, w.pool.values, base);
-        locate(next_key, w.pool.keys, base + KEYS);
-        for (long j = 0; j < width; ++j) {
-            for (long b = 0; b < long(d * sizeof(T)); b += 64) __builtin_prefetch(reinterpret_cast<const char*>(value[j]) + b);
-            for (long g = 0; g < share; ++g) {
-                vfloat acc{};
-                const float* query = q + g * d;
-#pragma GCC unroll 8
-                for (long v = 0; v < vectors; ++v) acc += load(query + v * LANES) * load(key[j] + v * LANES);
-                float s = sum(acc);
-                for (long i = tail; i < d; ++i) s += query[i] * widen(key[j][i]);
-                scores[g * KEYS + j] = s;
+        long *at = places[base / KEYS % 2], *next_at = places[(base / KEYS + 1) % 2];
+        locate(w, table, head, base + KEYS, next_width, next_at);
+        for (long j = width; j % 4; ++j) at[j] = at[width - 1];
+        for (long j = 0; j < width; j += 4) {
+            for (long i = 0; i < 4; ++i) fetch(values + at[j + i], d);
+            for (long g = 0; g < share; g += 2) {
+                const long h = g + 1 < share ? g + 1 : g;
+                if constexpr (D > 0) {
+                    score_four<T, D>(q + g * d, q + h * d, keys, at + j, scores + g * KEYS + j, scores + h * KEYS + j);
+                } else {
+                    for (long i = 0; i < 4; ++i)
+                        for (long e = g; e <= h; ++e) {
+                            float s = 0;
+                            for (long x = 0; x < d; ++x) s += q[e * d + x] * widen(keys[at[j + i] + x]);
+                            scores[e * KEYS + j + i] = s;
+                        }
+                }
             }
         }
         for (long g = 0; g < share; ++g) {
@@ -196,32 +267,14 @@ static void decode_heads(const Work& w, long decode, long head) {
             for (long i = 0; i < d; ++i) o[g * d + i] *= shrink;
         }
         for (long g = 0; g < share; g += 2) {
-            const bool two = g + 1 < share;
-            float *s0 = scores + g * KEYS, *s1 = scores + (two ? g + 1 : g) * KEYS, *o0 = o + g * d, *o1 = o + (two ? g + 1 : g) * d;
+            const long h = g + 1 < share ? g + 1 : g;
             if constexpr (D > 0) {
-                vfloat a0[D], a1[D];
-                for (int v = 0; v < D; ++v) a0[v] = load(o0 + v * LANES), a1[v] = load(o1 + v * LANES);
-                for (long j = 0; j < width; ++j) {
-                    if (g == 0 && j < next_width)
-                        for (long b = 0; b < long(d * sizeof(T)); b += 64)
-                            __builtin_prefetch(reinterpret_cast<const char*>(next_key[j]) + b);
-                    const vfloat p0 = splat(s0[j]), p1 = splat(s1[j]);
-                    for (int v = 0; v < D; ++v) {
-                        const vfloat x = load(value[j] + v * LANES);
-                        a0[v] += p0 * x;
-                        a1[v] += p1 * x;
-                    }
-                }
-                for (int v = 0; v < D; ++v) {
-                    store(o0 + v * LANES, a0[v]);
-                    if (two) store(o1 + v * LANES, a1[v]);
-                }
+                add_values<T, D>(scores + g * KEYS, scores + h * KEYS, values, at, width, keys, next_at, g ? 0 : next_width,
+                                 o + g * d, o + h * d, std::make_index_sequence<D>{});
             } else {
                 for (long j = 0; j < width; ++j)
-                    for (long i = 0; i < d; ++i) {
-                        o0[i] += s0[j] * widen(value[j][i]);
-                        if (two) o1[i] += s1[j] * widen(value[j][i]);
-                    }
+                    for (long e = g; e <= h; ++e)
+                        for (long i = 0; i < d; ++i) o[e * d + i] += scores[e * KEYS + j] * widen(values[at[j] + i]);
             }
         }
     }

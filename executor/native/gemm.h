@@ -35,13 +35,15 @@ constexpr long panel_step() {
 // Indices are unrolled as a parameter pack: GCC then keeps the whole tile in registers, which it does not do for a loop.
 template <int MR, typename W, size_t... I>
 static inline __attribute__((always_inline)) void multiply(const float* __restrict a, long lda, const W* __restrict b, long k,
-                                                           vfloat (&acc)[MR][2], std::index_sequence<I...>) {
+                                                           const char* ahead, long stride, vfloat (&acc)[MR][2],
+                                                           std::index_sequence<I...>) {
     constexpr long step = panel_step<W>();
-    for (long p = 0; p < k; ++p, b += step) {
+    for (long p = 0; p < k; ++p, b += step, ahead += stride) {
         vfloat b0, b1, x;
         load_panel(b, b0, b1);
         __builtin_prefetch(b + 16 * step);
         if constexpr (step == PANEL) __builtin_prefetch(b + 16 * step + LANES);
+        __builtin_prefetch(ahead, 0, 2);
         ((x = splat(a[I * lda + p]), acc[I][0] += x * b0, acc[I][1] += x * b1), ...);
     }
 }
@@ -65,9 +67,10 @@ struct Output {
 };
 
 template <int MR, typename W>
-static void tile(const float* a, long lda, const W* b, long k, long panel, long row, const Output& out) {
+static void tile(const float* a, long lda, const W* b, long k, const char* ahead, long stride, long panel, long row,
+                 const Output& out) {
     vfloat acc[MR][2] = {};
-    multiply<MR>(a + row * lda, lda, b, k, acc, std::make_index_sequence<MR>{});
+    multiply<MR>(a + row * lda, lda, b, k, ahead, stride, acc, std::make_index_sequence<MR>{});
     vfloat bias0{}, bias1{};
     if (out.bias) {
         bias0 = load(out.bias + panel * PANEL);
@@ -87,7 +90,7 @@ static void tile(const float* a, long lda, const W* b, long k, long panel, long 
 }
 
 template <typename W>
-using Tile = void (*)(const float*, long, const W*, long, long, long, const Output&);
+using Tile = void (*)(const float*, long, const W*, long, const char*, long, long, long, const Output&);
 
 template <typename W, size_t... I>
 static constexpr auto tile_table(std::index_sequence<I...>) {
@@ -97,13 +100,18 @@ static constexpr auto tile_table(std::index_sequence<I...>) {
     return Table{{nullptr, tile<I + 1, W>...}};
 }
 
+// `next`: the weights that this thread will need after these. The tiles fetch them from memory in equal shares, one line
+// or less per step, so that a product of few rows is not the wait for its own weights.
 template <typename W>
-static void row_tiles(const float* a, long lda, const W* b, long k, long panel, long row, long end, const Output& out) {
+static void row_tiles(const float* a, long lda, const W* b, long k, const void* next, long panel, long row, long end,
+                      const Output& out) {
     static constexpr auto tiles = tile_table<W>(std::make_index_sequence<MAX_ROWS>{});
     long count = (end - row + MAX_ROWS - 1) / MAX_ROWS;  // tiles of nearly equal height: no thin last one
-    for (; count > 0; --count) {
+    const long stride = panel_step<W>() * 4 / count;
+    const char* ahead = static_cast<const char*>(next);
+    for (; count > 0; --count, ahead += stride * k) {
         long height = (end - row + count - 1) / count;
-        tiles.of[height](a, lda, b, k, panel, row, out);
+        tiles.of[height](a, lda, b, k, ahead, stride, panel, row, out);
         row += height;
     }
 }
@@ -137,6 +145,8 @@ static void gemm(const float* a, long lda, long m, const W* packed, long k, long
         const long row = unit % blocks * rows, end = std::min(m, row + rows);
         const long begin = first + unit / blocks * group, stop = std::min(last, begin + group);
         if (row >= end) return;
+        // The unit that this thread will likely take next: the others are at those between.
+        const long later = unit + threads < groups * blocks ? first + (unit + threads) / blocks * group : begin;
         for (long panel = begin; panel < stop; ++panel) {
             const W* b = packed + panel * panel_words;
             if constexpr (!std::is_same<W, float>::value) {
@@ -148,11 +158,11 @@ static void gemm(const float* a, long lda, long m, const W* packed, long k, long
                         store(wide + p * PANEL, b0);
                         store(wide + p * PANEL + LANES, b1);
                     }
-                    row_tiles(a, lda, static_cast<const float*>(wide), k, panel, row, end, out);
+                    row_tiles(a, lda, static_cast<const float*>(wide), k, b, panel, row, end, out);
                     continue;
                 }
             }
-            row_tiles(a, lda, b, k, panel, row, end, out);
+            row_tiles(a, lda, b, k, packed + (panel + 1 < stop ? panel + 1 : later) * panel_words, panel, row, end, out);
         }
     });
 }
