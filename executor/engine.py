@@ -278,22 +278,20 @@ class LiveEngine:
 
     def _deliver(self, prepared: Prepared, ids: list[int]) -> list[int]:
         """Append sampled tokens to their requests; returns the ids of requests that a stop token ended."""
-        texts = self.runner.texts
         stopped = []
         failed = []
-        for (track, epoch), token in zip(prepared.wanted, ids):
+        on_token = self.on_token
+        for (track, epoch, text), token in zip(prepared.wanted, ids):
             if track.epoch != epoch:
                 continue
-            row = track.request.id
             if token == INVALID:
-                failed.append(row)
+                failed.append(track.request.id)
                 continue
-            text = texts[row]
             text.append(token)
-            if self.on_token is not None:
-                self.on_token(row, token)
-            if token in text.stop_ids:
-                stopped.append(row)
+            if on_token is not None:
+                on_token(track.request.id, token)
+            if text.stop_ids and token in text.stop_ids:
+                stopped.append(track.request.id)
         if failed:
             self._withdraw(failed, "the model's logits held NaN", "failed")
         return stopped
@@ -305,7 +303,7 @@ class LiveEngine:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "memory" not in text.lower():
             raise error
         members = [part.track for part in prepared.batch.parts if isinstance(part, Chunk)]
-        members += [track for track, epoch in prepared.wanted if track.epoch == epoch]
+        members += [track for track, epoch, _ in prepared.wanted if track.epoch == epoch]
         rows = list(dict.fromkeys(track.request.id for track in members))
         self._withdraw(rows, f"out of memory in a batch of {prepared.step.rows} rows: {text}", "failed")
 

@@ -1,4 +1,4 @@
-"""Asks Linux to back a large tensor with huge pages: a pool streamed block by block otherwise misses the TLB per block."""
+"""Asks Linux to back large tensors with huge pages: a pool streamed block by block misses the TLB at every block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _madvise() -> Any:
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:
-    """Advise for a CPU tensor that nothing has been written to yet; returns it. Only a hint: refusal changes nothing."""
+    """Advise for a CPU tensor that nothing has been written to yet; returns it. Only a hint: refusal is harmless."""
     madvise = _madvise()
     start, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if madvise is None or tensor.device.type != "cpu" or size < _LEAST_BYTES:

@@ -7,9 +7,10 @@ one step behind planning: decode tokens travel from step to step on the device (
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +19,12 @@ from numpy.typing import NDArray
 
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
-from executor.sampler import GREEDY, Sampling, sample
-from executor.step import Step
+from executor.sampler import Sampling, sample
+from executor.step import Ints, Step
 from executor.swap import HostCache
-from policies import Batch, Chunk, KVLedger, Track
+from policies import Batch, Chunk, Decodes, KVLedger, Track
+
+_NONE: Ints = np.empty(0, np.int32)
 
 
 @dataclass
@@ -30,18 +33,21 @@ class Text:
 
     ids: NDArray[np.int64]
     length: int
-    sampling: Sampling = GREEDY
-    stop_ids: frozenset[int] = frozenset()
-    prompt_tokens: int = 0
+    sampling: Sampling
+    stop_ids: frozenset[int]
+    prompt_tokens: int
+    _cells: array[int]  # the memory of `ids`: a store into an array costs a third of one into numpy's
 
     @classmethod
     def of(cls, prompt: NDArray[np.int64], most_output: int, sampling: Sampling, stop_ids: Iterable[int]) -> Text:
-        ids = np.empty(len(prompt) + most_output, np.int64)
-        ids[: len(prompt)] = prompt
-        return cls(ids, len(prompt), sampling, frozenset(stop_ids), len(prompt))
+        count = len(prompt)
+        cells = array("q", bytes(8 * (count + most_output)))
+        ids = np.frombuffer(cells, np.int64)
+        ids[:count] = prompt
+        return cls(ids, count, sampling, frozenset(stop_ids), count, cells)
 
     def append(self, token: int) -> None:
-        self.ids[self.length] = token
+        self._cells[self.length] = token
         self.length += 1
 
     @property
@@ -54,6 +60,20 @@ class Wanted(NamedTuple):
 
     track: Track
     epoch: int
+    text: Text
+
+
+@dataclass
+class _Decodes:
+    """The decodes of one batch; the next batch has the same, one token further, unless something `changed`."""
+
+    key: list[tuple[int, int, int]]  # (cohort, step, size) of each part
+    changes: int
+    table: Ints
+    rows: Ints
+    context: Ints
+    wanted: list[Wanted]
+    greedy: bool
 
 
 @dataclass
@@ -84,7 +104,14 @@ class Runner:
     """
 
     def __init__(
-        self, loaded: Loaded, cache: KVCache, ledger: KVLedger, longest: int, *, rows: int = 64, poison: bool = False,
+        self,
+        loaded: Loaded,
+        cache: KVCache,
+        ledger: KVLedger,
+        longest: int,
+        *,
+        rows: int = 64,
+        poison: bool = False,
         host: HostCache | None = None,
     ) -> None:
         self.loaded, self.cache, self.ledger = loaded, cache, ledger
@@ -93,6 +120,8 @@ class Runner:
         self._tables = np.zeros((rows, -(-longest // cache.block_size) + 1), np.int32)
         self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=cache.device)
         self._row_of: dict[Track, int] = {}
+        self._changes = 0
+        self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
         self.host = host
         self._poison_freed = poison
@@ -103,6 +132,7 @@ class Runner:
     def release(self, track: Track) -> None:
         """The request has left the engine or was preempted: its row and blocks are free."""
         row = self._row_of.pop(track, None)
+        self._changes += 1
         if row is None:
             return
         if self._poison_freed:
@@ -118,6 +148,7 @@ class Runner:
             self._free_rows.extend(range(old, 2 * old))
         row = self._free_rows.popleft()
         self._row_of[track] = row
+        self._changes += 1
         table = self.ledger.table(track)
         self._tables[row] = 0
         self._tables[row, : len(table)] = table
@@ -130,39 +161,73 @@ class Runner:
         for victim in batch.preempted:
             self.release(victim)
         chunks: list[tuple[Chunk, int]] = []
-        members: list[Track] = []
-        contexts: list[int] = []
-        row_of = self._row_of
+        parts: list[Decodes] = []
         fresh = set()
         for part in batch.parts:
             if isinstance(part, Chunk):
-                row = row_of.get(part.track)
+                row = self._row_of.get(part.track)
                 if row is None:
                     row = self._take_row(part.track)
                     fresh.add(part.track.request.id)
                 chunks.append((part, row))
             else:
+                parts.append(part)
+        decodes = self._decodes(parts)
+        if batch.new_blocks:
+            self._apply_new_blocks(batch, chunks, decodes.wanted, fresh)
+        wanted, greedy = decodes.wanted, decodes.greedy
+        sampling = None
+        if chunks:
+            step = self._mixed(batch, chunks, decodes)
+            texts = self.texts
+            first = [Wanted(p.track, p.track.epoch, texts[p.track.request.id]) for p, _ in chunks if p.samples]
+            if first:
+                self._changes += 1  # who samples in a chunk decodes from now on
+                greedy = greedy and all(w.text.sampling.temperature == 0.0 for w in first)
+                wanted = first + wanted
+        elif batch.shape.dummy_tokens:
+            step = self._mixed(batch, chunks, decodes)
+        else:
+            step = self._decodes_only(decodes)
+        if not greedy:
+            sampling = [w.text.sampling for w in wanted]
+        poison, self._to_poison = self._to_poison, []
+        return Prepared(batch, step, wanted, sampling, poison)
+
+    def _decodes(self, parts: Sequence[Decodes]) -> _Decodes:
+        """Rows and contexts of the decodes. Those of the last batch, one token on, where nothing has changed since."""
+        key = [(part.cohort.number, part.step, part.size) for part in parts]
+        last = self._last
+        if last is not None and last.changes == self._changes and key == [(c, s + 1, n) for c, s, n in last.key]:
+            now = replace(last, key=key, context=last.context + 1)
+        else:
+            members: list[Track] = []
+            contexts: list[int] = []
+            for part in parts:
                 planned = part.step
                 for track in part.cohort.members():
                     # Who joined with this very batch has sampled its token in a chunk, not here.
                     if track.decodes_from <= planned:
                         members.append(track)
                         contexts.append(track.base + planned)
-        if batch.new_blocks:
-            self._apply_new_blocks(batch, chunks, members, fresh)
-        step = self._arrays(batch, chunks, [row_of[track] for track in members], contexts)
-        wanted = [Wanted(part.track, part.track.epoch) for part, _ in chunks if part.samples]
-        wanted += [Wanted(track, track.epoch) for track in members]
-        sampling: list[Sampling] | None = [self.texts[track.request.id].sampling for track, _ in wanted]
-        if all(how.temperature == 0.0 for how in sampling or ()):
-            sampling = None
-        poison, self._to_poison = self._to_poison, []
-        return Prepared(batch, step, wanted, sampling, poison)
+            row_of, texts = self._row_of, self.texts
+            wanted = [Wanted(track, track.epoch, texts[track.request.id]) for track in members]
+            now = _Decodes(
+                key,
+                self._changes,
+                np.array([row_of[track] for track in members], np.int32),
+                np.arange(len(members), dtype=np.int32),
+                np.array(contexts, np.int32),
+                wanted,
+                all(w.text.sampling.temperature == 0.0 for w in wanted),
+            )
+        self._last = now
+        return now
 
     def _apply_new_blocks(
-        self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], members: Sequence[Track], fresh: set[int]
+        self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], wanted: Sequence[Wanted], fresh: set[int]
     ) -> None:
-        rows = {track.request.id: self._row_of[track] for track in members}
+        rows = {w.track.request.id: self._row_of[w.track] for w in wanted}
         rows.update((part.track.request.id, row) for part, row in chunks)
         tables = self._tables
         for request, index, block in batch.new_blocks:
@@ -170,12 +235,33 @@ class Runner:
             if request not in fresh and request in rows:
                 tables[rows[request], index] = block
 
-    def _arrays(
-        self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], decode_rows: list[int], contexts: list[int]
-    ) -> Step:
+    def _slots(self, table: Ints, context: Ints) -> NDArray[np.int64]:
+        size = self._block_size
+        return self._tables[table, context // size].astype(np.int64) * size + context % size
+
+    def _decodes_only(self, decodes: _Decodes) -> Step:
+        return Step(
+            rows=len(decodes.rows),
+            token_ids=np.empty(len(decodes.rows), np.int64),
+            positions=decodes.context,
+            slots=self._slots(decodes.table, decodes.context),
+            tables=self._tables,
+            chunk_row=_NONE,
+            chunk_tokens=_NONE,
+            chunk_prefix=_NONE,
+            chunk_table=_NONE,
+            decode_row=decodes.rows,
+            decode_context=decodes.context,
+            decode_table=decodes.table,
+            sampled_rows=decodes.rows,
+            sampled_table=decodes.table,
+            device=self.cache.device,
+        )
+
+    def _mixed(self, batch: Batch, chunks: Sequence[tuple[Chunk, int]], decodes: _Decodes) -> Step:
         size, tables = self._block_size, self._tables
         chunk_tokens = sum([part.tokens for part, _ in chunks])
-        useful = chunk_tokens + len(decode_rows)
+        useful = chunk_tokens + len(decodes.rows)
         rows = useful + batch.shape.dummy_tokens
         token_ids = np.zeros(rows, np.int64)
         positions = np.zeros(rows, np.int32)
@@ -194,13 +280,10 @@ class Runner:
                 sampled_rows.append(end - 1)
                 sampled_table.append(table_row)
             at = end
-        decode_table = np.array(decode_rows, np.int32)
-        decode_context = np.array(contexts, np.int32)
-        decode_row = np.arange(chunk_tokens, useful, dtype=np.int32)
-        if decode_rows:
-            positions[chunk_tokens:useful] = decode_context
-            blocks = tables[decode_table, decode_context // size].astype(np.int64)
-            slots[chunk_tokens:useful] = blocks * size + decode_context % size
+        if len(decodes.rows):
+            positions[chunk_tokens:useful] = decodes.context
+            slots[chunk_tokens:useful] = self._slots(decodes.table, decodes.context)
+        decode_row = decodes.rows + np.int32(chunk_tokens)
         return Step(
             rows=rows,
             token_ids=token_ids,
@@ -212,10 +295,10 @@ class Runner:
             chunk_prefix=np.array([part.prefix for part, _ in chunks], np.int32),
             chunk_table=np.array([row for _, row in chunks], np.int32),
             decode_row=decode_row,
-            decode_context=decode_context,
-            decode_table=decode_table,
+            decode_context=decodes.context,
+            decode_table=decodes.table,
             sampled_rows=np.concatenate((np.array(sampled_rows, np.int32), decode_row)),
-            sampled_table=np.concatenate((np.array(sampled_table, np.int32), decode_table)),
+            sampled_table=np.concatenate((np.array(sampled_table, np.int32), decodes.table)),
             device=self.cache.device,
         )
 

@@ -139,9 +139,13 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def legend_above(figure: Figure, axes: Axes, count: int, per_row: int = 4) -> None:
-    """One legend for the whole figure, above it."""
+    """One legend for the whole figure, above it; at most `per_row` labels side by side, fewer where they are long."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(count, per_row), columnspacing=1.4)
+    # A letter is about 0.55 of the font size wide; line, gap and column spacing take about six letters more.
+    points = RC["legend.fontsize"] * 0.55 * (6 + max((len(label) for label in labels), default=0))
+    fitting = max(1, int(figure.get_figwidth() * 72 / points))
+    columns = min(count, per_row, fitting)
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, columnspacing=1.4)
 
 
 def legend_in_order(axes: Axes, labels: Sequence[str], **options: Any) -> None:

@@ -107,12 +107,11 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
 def grouped(table: Any) -> list[Measured]:
     """Distinct shapes of a table's rows with their undisturbed time.
 
-    Where every measurement of a shape was disturbed, the least of them stands in; of a single thread that is its
-    processor time without the host's part, which counts no time that others had the processor.
+    Where every measurement of a shape was disturbed, the least of them stands in, each cut to its processor's share
+    of the wall time: of a single thread that leaves out what others had the processor for.
     """
-    host = np.nanmin(np.append((table["host_before_s"] + table["host_after_s"]).to_numpy(), np.inf))
-    own = np.fmin(table["median_s"], table["cpu_s"] - (0.0 if np.isinf(host) else host)).to_numpy()
-    least = np.where(own > 0, own, table["median_s"])
+    wall = table["median_s"] + table["host_before_s"] + table["host_after_s"]
+    least = (table["median_s"] * np.fmin(1.0, (table["cpu_s"] / wall).fillna(1.0))).to_numpy()
     by_shape: dict[BatchShape, list[tuple[int, float, float]]] = {}
     for shape, *row in zip(shapes_of(table), table["outlier"], table["median_s"], least):
         by_shape.setdefault(shape, []).append((int(row[0]), float(row[1]), float(row[2])))

@@ -82,7 +82,7 @@ def test_one_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch
     original = Runner._sample
 
     def spoiled(self: Runner, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        for index, (track, _) in enumerate(prepared.wanted):
+        for index, (track, _, _) in enumerate(prepared.wanted):
             if track.request.id == 1 and track.delivered >= 2:
                 logits[index, 7] = float("nan")
         return original(self, logits, prepared)

@@ -1,0 +1,396 @@
+"""One loop: measure capacity, plan and measure a profile, fit it, predict, run live, hold the two side by side.
+
+The prediction is made before the live runs and from the profile alone. Every stage leaves its result in the folder as
+soon as it is there, and is not repeated when the same command is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.agreement import Agreement, agreement, scheduler_of
+from experiments.drift import Probe, typical_speed
+from experiments.errors import ExperimentError
+from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
+from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
+
+if TYPE_CHECKING:
+    from metrics import RunTables
+    from profiler.iteration_model import IterationModel
+    from profiler.plan import MeasurementPlan
+    from workloads import Trace
+
+Say = Callable[[str], None]
+VERSION = 1
+DRY_LOAD = 1.15
+"""The dry run that says where to measure is loaded this much more than the live runs will be."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that defines a validation. rows: [first, last) of the trace. ensemble: models behind intervals."""
+
+    trace: str
+    policies: tuple[str, ...]
+    engine: EngineChoice = field(default_factory=EngineChoice)
+    rows: tuple[int, int] = (0, 40)
+    loads: tuple[float, ...] = (0.6,)
+    repeats: int = 3
+    budget_s: float = 120.0
+    ensemble: int = 12
+    trace_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
+        if not 0 <= self.rows[0] < self.rows[1]:
+            raise ExperimentError(
+                f"rows: found {self.rows[0]} to {self.rows[1]}, expected a first and a later last one"
+            )
+        if self.repeats < 1:
+            raise ExperimentError(f"--repeats: found {self.repeats}, expected at least 1")
+        for load in self.loads:
+            if not 0 < load < 10:
+                raise ExperimentError(f"--load: found {load:g}, expected a share of capacity such as 0.6")
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Result:
+    """What a validation found; everything that its report says."""
+
+    settings: Settings
+    trace_name: str
+    requests: int
+    capacity: float
+    model: IterationModel
+    probes: list[Probe]
+    comparisons: list[Comparison]
+    rankings: list[Ranking]
+    agreements: dict[str, Agreement]
+    iterations: Iterations
+    lost: int
+    ends: dict[str, int]
+    simulated: dict[tuple[float, str], RunTables] = field(default_factory=dict)
+    live: dict[tuple[float, str], list[RunTables]] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+class Validation:
+    """The stages of one validation, in order; `run` goes through all of them."""
+
+    def __init__(
+        self, settings: Settings, out: Path, *, profile: Path | None = None, say: Say = lambda text: None
+    ) -> None:
+        self.settings, self.out, self.say = settings, Path(out), say
+        self.policies = [PolicyChoice.parse(text) for text in settings.policies]
+        self._given_profile = profile
+        self._began = time.monotonic()
+        self.trace = _slice(settings)
+        longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
+        self.live_side = LiveSide(settings.engine, longest)
+        self._claim_folder()
+
+    def run(self) -> Result:
+        """Every stage that is not done yet, then the comparison."""
+        capacity = self.capacity()
+        plan = self.plan(capacity)
+        model = self.model(plan)
+        self.predict(capacity, model)
+        self.serve(capacity, model, plan)
+        return self.compared(capacity, model)
+
+    # Stages
+
+    def capacity(self) -> float:
+        """Requests per second when all of them arrive at once, the slice repeated until its tail hardly counts."""
+        file = self.out / "capacity.json"
+        if file.exists():
+            return float(_read(file)["requests_per_s"])
+        count = -(-3 * self.settings.engine.max_num_seqs // len(self.trace))
+        repeated = _repeated(self.trace, count)
+        self.say(f"capacity: {len(repeated)} requests at once, {self.policies[0].label}")
+        run = self.live_side.serve(repeated, self.policies[0], at_once=True)
+        run.write(self.out / "capacity")
+        ends = np.sort(
+            run.tables.column("requests", "finished_s")[run.tables.column("requests", "status") == "finished"]
+        )
+        if not len(ends):
+            raise ExperimentError(f"{self.trace.name}: no request of it fits the model; choose other rows")
+        rate = len(ends) / float(ends[-1])
+        # Rejected requests arrive too, at no cost.
+        arriving = rate * len(repeated) / len(ends)
+        _write(
+            file,
+            {"requests_per_s": arriving, "requests": len(repeated), "num_blocks": run.config["num_blocks"],
+             "makespan_s": float(ends[-1])},
+        )  # fmt: skip
+        return arriving
+
+    def plan(self, capacity: float) -> MeasurementPlan:
+        """Which batches to measure: where a dry run with a crude cost model goes, a little more loaded."""
+        from metrics import read_run
+        from profiler.fit_iterations import crude_model
+        from profiler.plan import make_plan, read_plan
+        from profiler.region import Region
+
+        file = self.out / "plan.json"
+        if file.exists():
+            return read_plan(file)
+        self._ceilings()
+        served = read_run(self.out / "capacity")
+        wall = served.column("iterations", "wall_s")
+        crude = crude_model(shapes_of_run(served), wall, device="this", model=self.live_side.loaded.spec.name)
+        shapes = []
+        for load in self.settings.loads:
+            for policy in self.policies:
+                for share in (load, load * DRY_LOAD):
+                    shapes += shapes_of_run(self._simulate(self._at(capacity, share), policy, crude).tables)
+        plan = make_plan(
+            Region.of(shapes), budget_s=self.settings.budget_s, seed=self.settings.engine.seed,
+            provenance={"dry_run": f"{self.trace.name} under {', '.join(self.settings.policies)}"},
+        )  # fmt: skip
+        plan.write(file)
+        return plan
+
+    def model(self, plan: MeasurementPlan) -> IterationModel:
+        """The cost model: measured (or a given profile) and fitted."""
+        from profiler.fit_iterations import fit_iterations
+        from profiler.iteration_model import IterationModel, read_fit, write_fit
+        from profiler.profile import read_profile
+
+        file = self.out / "model.json"
+        if file.exists():
+            return IterationModel(read_fit(file))
+        if self._given_profile is not None:
+            profile = read_profile(self._given_profile)
+        else:
+            self.say(f"profile: {plan.budget_s:.0f} s of measuring, {len(plan.points)} batches planned")
+            profile = self.live_side.measure(plan, self.out / "profile.parquet", self._progress())
+        fit = fit_iterations(profile, seed=self.settings.engine.seed)
+        if fit.model != self.live_side.loaded.spec.name:
+            raise ExperimentError(
+                f"{self._given_profile}: was measured with {fit.model}, not {self.settings.engine.model}"
+            )
+        write_fit(fit, file)
+        errors = fit.errors
+        self.say(
+            f"fit: {errors['shapes']:.0f} shapes, held-out structures {errors['held_out_median']:.1%} median, "
+            f"{errors['held_out_p95']:.1%} P95"
+        )
+        return IterationModel(fit)
+
+    def predict(self, capacity: float, model: IterationModel) -> None:
+        """Simulated runs, and the spread of an ensemble of cost models; before anything runs live."""
+        for load in self.settings.loads:
+            trace = self._at(capacity, load)
+            for policy in self.policies:
+                folder = self._folder(load) / "simulated" / _file_name(policy.label)
+                ensemble = folder.with_name(folder.name + ".ensemble.json")
+                if ensemble.exists():
+                    continue
+                self.say(f"predict: {policy.label} at {load:.0%} load")
+                self._simulate(trace, policy, model).write(folder)
+                draws = [
+                    self._simulate(trace, policy, model.perturbed(seed)).summary
+                    for seed in range(self.settings.ensemble)
+                ]
+                _write(ensemble, {"summaries": draws})
+
+    def serve(self, capacity: float, model: IterationModel, plan: MeasurementPlan) -> None:
+        """Live runs, repeat by repeat through all policies, so that a slow hour hits them alike; probes in between."""
+        turns = [
+            (repeat, load, policy)
+            for repeat in range(self.settings.repeats)
+            for load in self.settings.loads
+            for policy in self.policies
+        ]
+        todo = [turn for turn in turns if not self._live_folder(*turn).exists()]
+        blocks = int(_read(self.out / "capacity.json")["num_blocks"])
+        for number, (repeat, load, policy) in enumerate(todo):
+            if number == 0 or todo[number - 1][0] != repeat:
+                self._probe(model, plan, f"before repeat {repeat + 1}")
+            trace = self._at(capacity, load)
+            spans = float(trace.arrival_ns[-1]) / 1e9
+            self.say(
+                f"live: {policy.label} at {load:.0%} load, repeat {repeat + 1} ({number + 1} of {len(todo)}, "
+                f"at least {spans:.0f} s)"
+            )
+            run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks)
+            run.write(self._live_folder(repeat, load, policy))
+        if todo:
+            self._probe(model, plan, "after the last run")
+
+    def compared(self, capacity: float, model: IterationModel) -> Result:
+        """Both worlds from their folders: nothing that is reported is kept in memory alone."""
+        from metrics import read_run, summarise
+
+        result = Result(
+            self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {},
+            Iterations(*(np.zeros(0) for _ in range(6))), 0, {},
+        )  # fmt: skip
+        speed = typical_speed(result.probes)
+        residuals = []
+        for load in self.settings.loads:
+            trace = self._at(capacity, load)
+            for policy in self.policies:
+                folder = self._folder(load) / "simulated" / _file_name(policy.label)
+                predicted = read_run(folder)
+                draws = _read(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
+                rescaled = self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary
+                runs = []
+                for repeat in range(self.settings.repeats):
+                    run = read_run(self._live_folder(repeat, load, policy))
+                    name = f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
+                    result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
+                    residuals.append(Iterations.of(run, model))
+                    result.lost += len(trace) - run.rows("requests")
+                    for status in run.column("requests", "status").tolist():
+                        result.ends[status] = result.ends.get(status, 0) + 1
+                    runs.append(run)
+                summaries = [run.summary or summarise(run) for run in runs]
+                result.comparisons += compare(policy.label, load, predicted.summary, draws, rescaled, summaries)
+                result.simulated[load, policy.label], result.live[load, policy.label] = predicted, runs
+        result.iterations = Iterations.joined(residuals)
+        result.rankings = rank(result.comparisons)
+        result.took_s = time.monotonic() - self._began
+        return result
+
+    # Parts
+
+    def _simulate(self, trace: Trace, policy: PolicyChoice, cost: Any) -> Any:
+        from simulator import ReplayConfig, replay
+
+        engine = self.settings.engine
+        config = ReplayConfig(
+            policy=policy.name, knobs=policy.knobs, model=engine.model, gpu=str(self.out / "device.toml"),
+            dtype=self._dtype(), token_budget=engine.token_budget, max_num_seqs=engine.max_num_seqs,
+            max_model_len=int(_read(self.out / "ceilings.json")["max_model_len"]), block_size=engine.block_size,
+            num_blocks=int(_read(self.out / "capacity.json")["num_blocks"]), seed=engine.seed,
+        )  # fmt: skip
+        return replay(trace, config, cost=cost)
+
+    def _dtype(self) -> str:
+        return str(_read(self.out / "ceilings.json")["dtype"])
+
+    def _ceilings(self) -> None:
+        """What the device can do at best: a hardware table, so that shares of its peak can be told."""
+        file = self.out / "ceilings.json"
+        if not file.exists():
+            found, table = self.live_side.ceilings()
+            (self.out / "device.toml").write_text(table, encoding="utf-8")
+            _write(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
+
+    def _at(self, capacity: float, load: float) -> Trace:
+        """The slice at a share of capacity."""
+        span = float(self.trace.arrival_ns[-1]) / 1e9
+        if not span:
+            raise ExperimentError(
+                f"{self.trace.name}: found requests at one moment only, expected some time in between"
+            )
+        rate = (len(self.trace) - 1) / span
+        return self.trace.scaled(load * capacity / rate)
+
+    def _probe(self, model: IterationModel, plan: MeasurementPlan, when: str) -> None:
+        found = self.live_side.probe(plan, model.fit, when, self._began)
+        with (self.out / "probes.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found.as_dict()) + "\n")
+        self.say(f"probe {when}: speed {found.speed:.3f} of the profile's, with disturbances {found.mean_speed:.3f}")
+
+    def _probes(self) -> list[Probe]:
+        file = self.out / "probes.jsonl"
+        if not file.exists():
+            return []
+        return [Probe(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def _progress(self) -> Any:
+        said = time.monotonic()
+
+        def progress(spent_s: float, budget_s: float, doing: str) -> None:
+            nonlocal said
+            if time.monotonic() - said > 15:
+                said = time.monotonic()
+                self.say(f"profile: {doing}, {max(0.0, budget_s - spent_s):.0f} s left")
+
+        return progress
+
+    def _folder(self, load: float) -> Path:
+        return self.out / f"load-{load:g}"
+
+    def _live_folder(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
+        return self._folder(load) / "live" / f"{_file_name(policy.label)}-{repeat + 1}"
+
+    def _claim_folder(self) -> None:
+        file = self.out / "settings.json"
+        ours = {"version": VERSION, **self.settings.as_dict()}
+        ours.pop("repeats")  # more repeats may be asked for later
+        if file.exists():
+            theirs = _read(file)
+            if theirs != ours:
+                key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+                raise ExperimentError(
+                    f"{self.out}: holds a validation with another {key} ({theirs.get(key)}, now {ours.get(key)}); "
+                    "choose another --out or remove it"
+                )
+            return
+        if self.out.exists() and any(self.out.iterdir()):
+            raise ExperimentError(f"{self.out}: found a folder with something else in it; choose another --out")
+        self.out.mkdir(parents=True, exist_ok=True)
+        _write(file, ours)
+
+
+def _slice(settings: Settings) -> Trace:
+    """The rows of the trace, from time 0; nobody gives up."""
+    from workloads import read_trace
+
+    trace = read_trace(settings.trace, trace_format=settings.trace_format)
+    first, last = settings.rows
+    if first >= len(trace):
+        raise ExperimentError(f"{trace.name}: found {len(trace)} requests, expected more than {first}")
+    part = trace.take(slice(first, last))
+    if part.closed_loop:
+        raise ExperimentError(
+            f"{trace.name}: found a closed-loop trace, whose load cannot be set; expected an open one"
+        )
+    part = part.rearranged(np.arange(len(part)), part.arrival_ns - part.arrival_ns[0])
+    return replace(part, abort_ns=None)
+
+
+def _repeated(trace: Trace, count: int) -> Trace:
+    order = np.tile(np.arange(len(trace)), count)
+    return trace.rearranged(order, np.zeros(len(order), np.int64))
+
+
+def _file_name(label: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_." else "-" for character in label)
+
+
+def _write(file: Path, content: Any) -> None:
+    from metrics.run_folder import json_ready
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps(json_ready(content), indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExperimentError(f"{file}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+
+
+def settings_from(values: dict[str, Any]) -> Settings:
+    """The inverse of `Settings.as_dict`."""
+    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in ("policies", "rows", "loads")}
+    return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})

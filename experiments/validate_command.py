@@ -1,0 +1,103 @@
+"""`python -m experiments validate`: profile, fit, predict, run live, compare; one report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_WHAT, _ENGINE, _PROFILE = "What to compare", "Engine", "Profile"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("validate")(validate)
+
+
+def validate(
+    trace: Annotated[Path, typer.Argument(help="Trace file.")],
+    policies: Annotated[
+        str, typer.Option(help="Policies, as a,b or chunked:chunk_size=256,vllm_v1.", rich_help_panel=_WHAT)
+    ] = "chunked,prefill_priority",
+    load: Annotated[
+        str, typer.Option(help="Shares of the measured capacity, as 0.6 or 0.6,0.9.", rich_help_panel=_WHAT)
+    ] = "0.6",
+    repeats: Annotated[int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT)] = 3,
+    limit: Annotated[int, typer.Option(help="Requests of the trace that are used.", rich_help_panel=_WHAT)] = 40,
+    skip: Annotated[int, typer.Option(help="Requests left out at its start.", rich_help_panel=_WHAT)] = 0,
+    ensemble: Annotated[int, typer.Option(help="Cost models behind an interval.", rich_help_panel=_WHAT)] = 12,
+    model: Annotated[str, typer.Option(help="Model, as the executor takes it.", rich_help_panel=_ENGINE)] = "nano",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = "auto",
+    dtype: Annotated[str, typer.Option(help="Weights.", rich_help_panel=_ENGINE)] = "auto",
+    kernels: Annotated[str, typer.Option(help="auto, native or torch.", rich_help_panel=_ENGINE)] = "auto",
+    attention: Annotated[str, typer.Option(help="Attention backend.", rich_help_panel=_ENGINE)] = "auto",
+    threads: Annotated[
+        int,
+        typer.Option(help="Threads of the model; one is disturbed least. 0: PyTorch's own.", rich_help_panel=_ENGINE),
+    ] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
+    token_budget: Annotated[int | None, typer.Option(help="Most tokens of a batch.", rich_help_panel=_ENGINE)] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Use this profile instead of measuring one.", rich_help_panel=_PROFILE)
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Time for measuring, as 120s.", rich_help_panel=_PROFILE)] = "120s",
+    trace_format: Annotated[str, typer.Option(help="Form of the trace file.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; runs/validate-TRACE by default. The same one goes on.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Hold predictions beside live runs, and say how far they can be trusted."""
+    from executor.commands_profile import seconds_of
+    from experiments.live_side import EngineChoice
+    from experiments.validate import Settings, Validation
+    from experiments.validate_report import as_dict, in_short, write_report
+
+    settings = Settings(
+        trace=str(trace),
+        policies=tuple(part for part in policies.split(",") if part.strip()),
+        engine=EngineChoice(
+            model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
+            block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed,
+        ),
+        rows=(skip, skip + limit), loads=shares_of(load), repeats=repeats, budget_s=seconds_of(budget, "--budget"),
+        ensemble=ensemble, trace_format=trace_format,
+    )  # fmt: skip
+    target = out or Path("runs") / f"validate-{trace.name.partition('.')[0]}"
+    say = Say(as_json)
+    result = Validation(settings, target, profile=profile, say=say).run()
+    written = write_report(result, target)
+    if as_json:
+        print(json.dumps(as_dict(result), indent=2))
+        return
+    for line in in_short(result):
+        print(f"- {line}")
+    print(f"{result.took_s:.0f} s; report: {written[1]}")
+
+
+class Say:
+    """One line a stage, on stderr."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __call__(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
+def shares_of(text: str) -> tuple[float, ...]:
+    """ "0.6,0.9" as numbers; ExperimentError for anything else."""
+    from experiments.errors import ExperimentError
+
+    found: list[Any] = []
+    for part in text.split(","):
+        try:
+            found.append(float(part))
+        except ValueError:
+            raise ExperimentError(f"--load: found {part!r}, expected shares such as 0.6 or 0.6,0.9") from None
+    return tuple(found)

@@ -1,0 +1,266 @@
+"""The report of a validation: what was predicted, what happened, how far apart, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
+from experiments.drift import changed, typical_speed
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison
+from metrics.report import format_value
+
+if TYPE_CHECKING:
+    from experiments.validate import Result
+
+MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "good"}
+
+
+def write_report(result: Result, folder: Path, name: str = "report") -> list[Path]:
+    """NAME.md, NAME.html, NAME.json and figures/ in a folder; returns the first two."""
+    written = write_document(folder, name, blocks(result))
+    (folder / f"{name}.json").write_text(json.dumps(as_dict(result), indent=1) + "\n", encoding="utf-8")
+    return written
+
+
+def blocks(result: Result) -> list[Block]:
+    """The report's content."""
+    from experiments.validate_figures import distributions_figure, drift_figure, errors_figure, iterations_figure
+
+    settings = result.settings
+    story: list[Block] = [
+        Heading(f"Prediction and live run: {settings.engine.model}, {result.trace_name}", 1),
+        Text(
+            f"{result.requests} requests, {', '.join(f'{load:.0%}' for load in settings.loads)} of the measured "
+            "capacity "
+            f"of {result.capacity:.3g} requests/s, {len(settings.policies)} policies, {settings.repeats} live "
+            "repeats of "
+            "each. Predictions come from the profile alone and were made before the live runs. Errors are predicted "
+            "over "
+            "live, minus 1."
+        ),
+        Heading("In short"),
+        Bullets(in_short(result)),
+        Heading("Statistics"),
+        Picture(
+            "errors", errors_figure(result),
+            "Predicted over live. Points: prediction; lines: its interval (5 to 95 % of an ensemble of cost models); "
+            "grey: range of the live repeats; green: what is aimed at.",
+        ),
+    ]  # fmt: skip
+    for load in settings.loads:
+        for policy in settings.policies:
+            rows = [row for row in result.comparisons if row.load == load and row.policy == policy]
+            story += [Heading(f"`{policy}`, {load:.0%} load", 3), statistics_table(rows)]
+    if result.simulated:
+        story.append(
+            Picture(
+                "distributions",
+                distributions_figure(result),
+                "Every request: solid lines are live repeats, dashed ones the prediction.",
+            )
+        )
+    story += [Heading("Batch agreement"), Text(
+        "Driven with the live run's own moments (arrivals, plans, completions), the scheduler plans every batch again: "
+        "same requests, order, tokens, contexts, preemptions and free blocks, and the same time of every token."
+    ), agreement_table(result)]  # fmt: skip
+    if result.rankings:
+        story += [Heading("Ranking of the policies"), Text(
+            "A pair of policies is decided where the ranges of their live repeats do not meet; only those can be "
+            "ranked."
+        ), ranking_table(result)]  # fmt: skip
+    story += [
+        Heading("Iterations"),
+        Text(
+            "Whole times of all live iterations against the fitted model (which contains the disturbances of the "
+            "profile's own time). Errors are of single iterations, the bias is of their sum."
+        ),
+        Picture(
+            "iterations", iterations_figure(result.iterations), "Predicted and measured iterations of the live runs."
+        ),
+        residual_table(result),
+        Heading("The profile"),
+        profile_table(result),
+    ]
+    if result.probes:
+        story += [
+            Heading("Drift"),
+            Text(
+                "The same few batches before, between and after the live runs, over their fitted times: is this still "
+                "the machine that was profiled?"
+            ),
+            Picture("drift", drift_figure(result.probes), "Above 1 is slower than profiled."),
+            drift_table(result),
+        ]
+    return story
+
+
+def in_short(result: Result) -> list[str]:
+    """The findings, one sentence each."""
+    aimed = [row for row in result.comparisons if row.verdict]
+    by_verdict = {name: sum(row.verdict == name for row in aimed) for name in (WITHIN_AIM, WITHIN_SPREAD, OUTSIDE)}
+    exact = sum(found.exact for found in result.agreements.values())
+    matched = sum(found.matched for found in result.agreements.values())
+    total = sum(found.iterations for found in result.agreements.values())
+    found = [
+        f"Aims: {by_verdict[WITHIN_AIM]} of {len(aimed)} statistics within the aim, {by_verdict[WITHIN_SPREAD]} more "
+        "within "
+        f"the live repeats' own spread, {by_verdict[OUTSIDE]} outside.",
+    ]
+    for family, title in (("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("ttft_s", "TTFT")):
+        errors = [row for row in result.comparisons if row.statistic == f"{family}_mean"]
+        if errors:
+            worst = max(errors, key=lambda row: abs(row.error))
+            text = ", ".join(f"{row.error:+.1%}" for row in errors)
+            found.append(
+                f"{title}, mean: {text} (largest: `{worst.policy}` at {worst.load:.0%} load, live spread "
+                f"{worst.spread:.1%})."
+            )
+    if total:
+        found.append(
+            f"Batch agreement: {100 * matched / total:.1f} % of {total:,} live batches planned again, {exact} of "
+            f"{len(result.agreements)} runs exact to the last token."
+        )
+    decided, agreed = sum(r.decided for r in result.rankings), sum(r.agreed for r in result.rankings)
+    if result.rankings:
+        found.append(f"Ranking: {agreed} of {decided} decided pairs of policies in the live order.")
+    ends = ", ".join(f"{count} {status}" for status, count in sorted(result.ends.items()))
+    found.append(f"Requests over all live runs: {ends}; lost: {result.lost}.")
+    if result.probes:
+        moved = changed(result.probes, result.model.fit.noise.get("repeat_median", 0.0))
+        speeds = [probe.speed for probe in result.probes]
+        paid = typical_speed(result.probes)
+        found.append(
+            f"Drift: the machine ran at {min(speeds):.3f} to {max(speeds):.3f} of the profile's time, {paid:.3f} with "
+            + (
+                "disturbances: it has changed, so part of the errors is the machine's."
+                if moved
+                else "disturbances: unchanged within the noise."
+            )
+        )
+        taken = min(probe.processor_share for probe in result.probes)
+        if taken < 0.97 and result.settings.engine.threads == 1:
+            found.append(f"Other processes took the processor: its share of wall time fell to {taken:.0%} in a probe.")
+    return found
+
+
+def statistics_table(rows: Sequence[Comparison]) -> Table:
+    header = (
+        "statistic", "predicted", "interval", "live", "live range", "error", "spread", "at probed speed", "aim",
+        "verdict",
+    )  # fmt: skip
+    lines = []
+    for row in rows:
+        key = row.statistic
+        low, high = format_value(key, row.low), format_value(key, row.high)
+        live_low, live_high = format_value(key, row.live_low), format_value(key, row.live_high)
+        lines.append(
+            (
+                key, format_value(key, row.simulated), f"{low} to {high}", format_value(key, row.live),
+                f"{live_low} to {live_high}", _percent(row.error), f"{row.spread:.1%}", _percent(row.rescaled_error),
+                "" if row.aim is None else f"{row.aim:.0%}", row.verdict,
+            )
+        )  # fmt: skip
+    return Table(header, lines, MARKS)
+
+
+def agreement_table(result: Result) -> Table:
+    lines = []
+    for name, found in result.agreements.items():
+        divergence = "none"
+        if found.divergence is not None:
+            divergence = "; ".join(f"{key} {value}" for key, value in found.divergence.items())[:300]
+        lines.append(
+            (name, f"{found.iterations:,}", f"{found.matched:,}", f"{100 * found.share:.1f} %",
+             f"{found.requests_matched} of {found.requests}", divergence)
+        )  # fmt: skip
+    return Table(("live run", "batches", "equal", "share", "requests equal", "first divergence"), lines, MARKS)
+
+
+def ranking_table(result: Result) -> Table:
+    lines = []
+    for found in result.rankings:
+        wrong = ", ".join(f"{one} / {other}" for one, other in found.wrong) or "none"
+        lines.append(
+            (f"{found.statistic}, {found.load:.0%}", f"{found.decided} of {found.pairs}", str(found.agreed),
+             " < ".join(found.live_order), " < ".join(found.simulated_order), wrong)
+        )  # fmt: skip
+    return Table(("statistic, load", "decided pairs", "agreed", "live order", "predicted order", "wrong"), lines)
+
+
+def residual_table(result: Result) -> Table:
+    lines = [
+        (group["kind"], f"{group['iterations']:,}", f"{group['share']:.1%}", f"{group['median_error']:.1%}",
+         f"{group['p95_error']:.1%}", f"{group['bias_of_median']:+.1%}", f"{group['bias_of_sum']:+.1%}",
+         f"{group['inside']:.0%}")
+        for group in result.iterations.groups()
+    ]  # fmt: skip
+    return Table(
+        (
+            "batch",
+            "iterations",
+            "share of time",
+            "median error",
+            "P95 error",
+            "median bias",
+            "bias of sum",
+            "inside region",
+        ),
+        lines,
+    )
+
+
+def profile_table(result: Result) -> Table:
+    fit = result.model.fit
+    rows = [
+        ("device", fit.device), ("backend", f"{fit.backend}, {fit.dtype}"),
+        ("distinct batches fitted", f"{fit.errors.get('shapes', 0):.0f}"),
+        ("error of the fit: median, P95", f"{_share(fit.errors, 'fit_median')}, {_share(fit.errors, 'fit_p95')}"),
+        ("held-out structures: median, P95",
+         f"{_share(fit.errors, 'held_out_median')}, {_share(fit.errors, 'held_out_p95')}"),
+        ("noise floor, repeats of one batch: median, P95",
+         f"{_share(fit.noise, 'repeat_median')}, {_share(fit.noise, 'repeat_p95')}"),
+        ("measurements flagged as disturbed", _share(fit.noise, "outlier_share")),
+        ("mean time lost to disturbances", f"{fit.disturbance:.1%}"),
+        ("wandering of the speed while profiling (standard deviation)", f"{fit.drift:.1%}"),
+    ]  # fmt: skip
+    return Table(("profile", "value"), rows)
+
+
+def drift_table(result: Result) -> Table:
+    lines = [
+        (
+            probe.when,
+            f"{probe.at_s / 60:.1f}",
+            f"{probe.speed:.3f}",
+            f"{probe.mean_speed:.3f}",
+            f"{probe.processor_share:.0%}",
+        )
+        for probe in result.probes
+    ]
+    return Table(("probe", "minute", "left alone", "with disturbances", "processor share"), lines)
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """The report as plain data."""
+    return {
+        "settings": result.settings.as_dict(), "capacity_requests_per_s": result.capacity, "requests": result.requests,
+        "in_short": in_short(result), "comparisons": [row.as_dict() for row in result.comparisons],
+        "rankings": [row.as_dict() for row in result.rankings],
+        "agreements": {name: found.as_dict() for name, found in result.agreements.items()},
+        "iterations": result.iterations.groups(), "probes": [probe.as_dict() for probe in result.probes],
+        "lost": result.lost, "ends": result.ends,
+        "profile": {key: value for key, value in result.model.provenance().items() if key != "measured"},
+    }  # fmt: skip
+
+
+def _percent(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:+.1%}"
+
+
+def _share(values: Any, key: str) -> str:
+    value = values.get(key)
+    return "-" if value is None or value != value else f"{value:.1%}"

@@ -1,0 +1,162 @@
+"""The whole loop on a small model: every stage, batches that agree, nobody lost. No timing is asserted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.agreement import agreement, scheduler_of
+from experiments.document import Heading, Table, Text, as_html, as_markdown
+from experiments.errors import ExperimentError
+from experiments.live_side import EngineChoice, PolicyChoice
+from experiments.validate import Settings, Validation, settings_from
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
+from experiments.validate_report import write_report
+from workloads import Trace, write_trace
+
+POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_trace(path: Path, count: int = 14) -> Path:
+    rng = np.random.default_rng(7)
+    prompts, outputs = rng.integers(8, 300, count), rng.integers(1, 40, count)
+    prompts[3] = 5000  # longer than the model reaches: rejected in both worlds
+    arrivals = np.cumsum(rng.exponential(0.05, count) * 1e9).astype(np.int64)
+    return write_trace(Trace("small", arrivals, prompts, outputs, outputs), path / "small.csv")
+
+
+@pytest.mark.slow
+def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -> None:
+    settings = Settings(
+        trace=str(small_trace(tmp_path)), policies=POLICIES, rows=(0, 14), repeats=1, budget_s=8.0, ensemble=2,
+        engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=6, token_budget=256),
+    )  # fmt: skip
+    out = tmp_path / "out"
+    said: list[str] = []
+    result = Validation(settings, out, say=said.append).run()
+    assert len(result.agreements) == len(POLICIES)
+    for name, found in result.agreements.items():
+        assert found.exact, (name, found.divergence)
+        assert found.share == 1.0
+        assert found.requests == found.requests_matched == 14
+    assert result.lost == 0
+    # One prompt is longer than the model, and one is longer than the budget for a policy that takes prompts whole.
+    assert result.ends == {"finished": 14 * len(POLICIES) - 4, "rejected": 4}
+    assert result.iterations.measured_s.size == sum(found.iterations for found in result.agreements.values())
+    written = write_report(result, out)
+    page = written[1].read_text()
+    assert 'src="http' not in page  # one file, no outside requests
+    assert "data:image/png;base64" in page
+    assert json.loads((out / "report.json").read_text())["lost"] == 0
+    # Started again, nothing is measured or run a second time.
+    live = sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet"))
+    again: list[str] = []
+    Validation(settings, out, say=again.append).run()
+    assert again == []
+    assert sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet")) == live
+    with pytest.raises(ExperimentError, match="another loads"):
+        Validation(replace(settings, loads=(0.9,)), out)
+
+
+def test_a_live_run_with_preemptions_and_a_prefix_cache_is_planned_again_exactly() -> None:
+    from executor.config import LiveConfig
+    from executor.live import load_for, replay_live
+
+    rng = np.random.default_rng(3)
+    count = 10
+    prompts, outputs = rng.integers(40, 90, count), rng.integers(20, 60, count)
+    trace = Trace(
+        "shared prefixes", np.zeros(count, np.int64), prompts, outputs, outputs, hash_tokens=16,
+        prefix_hashes=[tuple(range(prompt // 16)) if row % 2 else () for row, prompt in enumerate(prompts)],
+    )  # fmt: skip
+    loaded = load_for(LiveConfig(model="nano"), 160)
+    for knobs, blocks in (({}, 22), ({"prefix_caching": True}, 24), ({"async_scheduling": True}, 26)):
+        run = replay_live(
+            trace, LiveConfig(model="nano", policy="vllm_v1", knobs=knobs, num_blocks=blocks), loaded=loaded
+        )
+        assert run.summary["preemptions"] > 0
+        found = agreement(run.tables, trace, scheduler_of(run.tables))
+        assert found.exact, found.divergence
+        assert found.requests_matched == count
+
+
+def test_a_scheduler_that_plans_otherwise_is_told_by_its_first_batch() -> None:
+    from executor.config import LiveConfig
+    from executor.live import replay_live
+
+    trace = Trace("two", np.array([0, 0]), np.array([100, 30]), np.array([5, 5]), np.array([5, 5]))
+    run = replay_live(trace, LiveConfig(model="nano", policy="chunked", knobs={"chunk_size": 64}))
+    run.tables.config["knobs"] = {**run.tables.config["knobs"], "chunk_size": 32}
+    found = agreement(run.tables, trace, scheduler_of(run.tables))
+    assert not found.exact
+    assert found.matched == 0
+    assert found.divergence is not None
+    assert found.divergence["iteration"] == 0
+    assert found.divergence["live"]["chunks"] == [(0, 64, 0, False)]
+    assert found.divergence["simulated"]["chunks"] == [(0, 32, 0, False)]
+
+
+def row(policy: str, simulated: float, live: tuple[float, float, float], aim: float | None = 0.03) -> Comparison:
+    low, middle, high = live
+    return Comparison(policy, 0.6, "tpot_s_mean", simulated, simulated, simulated, middle, low, high, simulated, 3, aim)
+
+
+def test_a_verdict_is_the_aim_or_the_spread_whichever_is_larger() -> None:
+    assert row("a", 1.02, (1.0, 1.0, 1.0)).verdict == WITHIN_AIM
+    assert row("a", 1.08, (0.95, 1.0, 1.05)).verdict == WITHIN_SPREAD
+    assert row("a", 1.12, (0.95, 1.0, 1.05)).verdict == OUTSIDE
+    assert row("a", 1.5, (1.0, 1.0, 1.0), aim=None).verdict == ""
+
+
+def test_only_policies_whose_repeats_do_not_overlap_are_ranked() -> None:
+    rows = [row("a", 1.0, (0.9, 1.0, 1.1)), row("b", 2.0, (1.05, 1.2, 1.3)), row("c", 1.5, (2.0, 2.1, 2.2))]
+    (found,) = rank(rows, ["tpot_s_mean"])
+    assert (found.pairs, found.decided, found.agreed) == (3, 2, 1)
+    assert found.wrong == (("b", "c"),)
+    assert found.live_order == ("a", "b", "c")
+    assert found.simulated_order == ("a", "c", "b")
+    assert rank([replace(one, repeats=1) for one in rows], ["tpot_s_mean"])[0].decided == 0
+
+
+def test_ttft_is_aimed_at_only_up_to_sixty_per_cent_load() -> None:
+    summary = {"ttft_s_mean": 1.0, "tpot_s_mean": 1.0}
+    for load, aim in ((0.6, 0.05), (0.9, None)):
+        rows = {r.statistic: r for r in compare("a", load, summary, [], summary, [summary, summary])}
+        assert rows["ttft_s_mean"].aim == aim
+        assert rows["tpot_s_mean"].aim == 0.03
+
+
+def test_settings_go_through_json(tmp_path: Path) -> None:
+    settings = Settings("t.csv", ("a", "b"), EngineChoice(threads=2), loads=(0.5, 0.9))
+    assert settings_from(json.loads(json.dumps(settings.as_dict()))) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("chunked:chunk_size", "expected knob=value"), ("nobody", "nobody"), ("chunked:chunk_size=0", "at least")],
+)
+def test_a_policy_that_is_none_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicyChoice.parse(text)
+
+
+def test_a_document_says_the_same_in_both_forms(tmp_path: Path) -> None:
+    blocks = [Heading("Title <1>", 1), Text("a `b` & c"), Table(("x", "y"), [("one|two", "3")], {"3": "bad"})]
+    assert as_markdown(blocks) == "# Title <1>\n\na `b` & c\n\n| x | y |\n| --- | ---: |\n| one\\|two | 3 |\n"
+    page = as_html(blocks, tmp_path)
+    assert "<h1>Title &lt;1&gt;</h1>" in page
+    assert "<p>a <code>b</code> &amp; c</p>" in page
+    assert "<td class=bad>3</td>" in page
