@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
 from executor.model import Model
 from executor.step import Step
+
+if TYPE_CHECKING:
+    from executor.loading import Loaded
 
 
 class Capture(Protocol):
@@ -223,6 +226,23 @@ class GraphedModel:
             self.counts.bytes -= oldest.bytes
             self.counts.evicted += 1
         return graph
+
+
+def graphs_for(loaded: Loaded, cache: KVCache, longest: int) -> GraphedModel | None:
+    """Graphs for a loaded model as `loaded.graphs` says: "on", "off", or "auto": on CUDA where all can be captured.
+
+    longest: longest context of a request. Raises ExecutorError for "on" where that cannot be.
+    """
+    if loaded.graphs == "off":
+        return None
+    model = loaded.model
+    if loaded.graphs == "auto" and not (
+        cache.device.type == "cuda" and model.kernels.capturable and model.attention.capturable
+    ):
+        return None
+    if cache.device.type != "cuda":
+        raise ExecutorError(f"--graphs on: CUDA graphs need a CUDA device, the device is {cache.device}")
+    return GraphedModel(model, cache, Buckets(blocks=-(-longest // cache.block_size) + 1))
 
 
 def static_step(sizes: Sizes, block_size: int, device: torch.device, *, trimmed: bool) -> Step:

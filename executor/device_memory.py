@@ -50,9 +50,10 @@ def pool_blocks(use: MemoryUse, block_bytes: int, *, utilisation: float = 0.9, l
     if blocks < least:
         gib = 1 << 30
         raise ExecutorError(
-            f"KV pool: {max(blocks, 0)} blocks fit, {least} are needed: of {use.total / gib:.2f} GiB, {utilisation:.0%} "
-            f"may be used; {use.taken / gib:.2f} are taken, a batch needs {use.peak_activations / gib:.2f}, graphs "
-            f"{use.graphs / gib:.2f}; lower --max-model-len or --token-budget, or take fewer graphs"
+            f"KV pool: {max(blocks, 0)} blocks fit, {least} are needed: of {use.total / gib:.2f} GiB, "
+            f"{utilisation:.0%} may be used; {use.taken / gib:.2f} are taken, a batch needs "
+            f"{use.peak_activations / gib:.2f}, graphs {use.graphs / gib:.2f}; lower --max-model-len or "
+            "--token-budget, or take fewer graphs"
         )
     return int(blocks)
 
@@ -88,12 +89,12 @@ def measure_use(loaded: Loaded, *, most_rows: int, most_sampled: int, graph_byte
 def dummy_step(rows: int, sampled: int, device: torch.device) -> Step:
     """Rows that are stored nowhere and attend to nothing, the first `sampled` of them sampled."""
     none = np.empty(0, np.int32)
+    sampled = min(sampled, rows)
     return Step(
         rows=rows, token_ids=np.zeros(rows, np.int64), positions=np.zeros(rows, np.int32),
         slots=np.full(rows, -1, np.int64), tables=np.zeros((1, 1), np.int32), chunk_row=none, chunk_tokens=none,
         chunk_prefix=none, chunk_table=none, decode_row=none, decode_context=none, decode_table=none,
-        sampled_rows=np.arange(min(sampled, rows), dtype=np.int32), sampled_table=np.zeros(min(sampled, rows), np.int32),
-        device=device,
+        sampled_rows=np.arange(sampled, dtype=np.int32), sampled_table=np.zeros(sampled, np.int32), device=device,
     )  # fmt: skip
 
 
@@ -109,11 +110,12 @@ def choose_allocator(
     setting = ALLOCATORS[name]
     if not setting:
         return
+    if setting in environment.get("PYTORCH_ALLOC_CONF", "").split(","):
+        return
     if (started or torch.cuda.is_initialized)():
         raise ExecutorError(f"allocator: {name} has to be chosen before CUDA is first used")
     # Newer versions of PyTorch read the first name, older ones the second.
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         parts = [part for part in environment.get(variable, "").split(",") if part]
         key = setting.partition(":")[0]
-        parts = [part for part in parts if not part.startswith(key + ":")] + [setting]
-        environment[variable] = ",".join(parts)
+        environment[variable] = ",".join([part for part in parts if not part.startswith(key + ":")] + [setting])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor.cuda_graphs import Buckets, GraphedModel
+from executor.cuda_graphs import Buckets, GraphedModel, graphs_for
 from executor.device_step import Sizes, sizes_of
 from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
@@ -169,3 +169,38 @@ def test_real_graphs_equal_the_plain_pass() -> None:
         assert torch.equal(model.forward(ids, step, pool), expected)
     assert model.counts.captured == 2
     assert np.isfinite(expected.float().cpu().numpy()).all()
+
+
+def test_a_live_run_through_graphs_answers_as_without_and_records_the_rows_that_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from executor import runner
+    from executor.live import replay_live
+    from workloads.trace import Trace
+
+    prompt, output = np.array([40, 9, 23, 70]), np.array([6, 9, 3, 8])
+    trace = Trace("small", np.zeros(4), prompt, output, output)
+    options = {"policy": "chunked", "chunk_size": 32, "as_fast_as_possible": True}
+    plain = replay_live(trace, loaded=loaded(), **options)
+    monkeypatch.setattr(
+        runner,
+        "graphs_for",
+        lambda model, cache, longest: GraphedModel(model.model, cache, BUCKETS, new_capture=RecordedGraph),
+    )
+    ours = replay_live(trace, loaded=loaded(), **options)
+    assert ours.answers == plain.answers
+    rows = ours.tables.iterations.to_pandas() if hasattr(ours.tables.iterations, "to_pandas") else ours.tables.iterations
+    executed = rows["executed_rows"].to_numpy()
+    useful = (rows["chunk_tokens"] + rows["decodes"]).to_numpy()
+    assert (executed[executed > 0] > useful[executed > 0]).all()
+    assert (executed > 0).any()
+
+
+def test_graphs_are_asked_for_in_words() -> None:
+    with pytest.raises(ExecutorError, match="graphs: found 'maybe', expected one of auto, on, off"):
+        load_model(SPEC, device="cpu", graphs="maybe")
+    step = make_step([], [3])
+    wanted = load_model(SPEC, device="cpu", dtype="float64", kernels="plain_device", attention="paged", graphs="on")
+    with pytest.raises(ExecutorError, match="CUDA graphs need a CUDA device"):
+        graphs_for(wanted, pool_for(step), 100)
+    assert graphs_for(loaded(), pool_for(step), 100) is None

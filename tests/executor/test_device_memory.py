@@ -19,7 +19,7 @@ def test_the_pool_takes_what_weights_activations_and_graphs_leave() -> None:
     assert pool_blocks(use, 2 << 20, utilisation=0.9) == int((141 * 0.9 - 19) * 512) - 1
     with pytest.raises(ExecutorError, match=r"KV pool: 55243 blocks fit, 60000 are needed: of 141.00 GiB, 90% may be used"):
         pool_blocks(use, 2 << 20, utilisation=0.9, least=60000)
-    with pytest.raises(ExecutorError, match="utilisation: found 1.2"):
+    with pytest.raises(ExecutorError, match="utilisation: found"):
         pool_blocks(use, 2 << 20, utilisation=1.2)
 
 
