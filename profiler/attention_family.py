@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from profiler.attention_fit import SPLIT_BELOW, AttentionFit, batch_columns
 from profiler.attention_law import (
     CONTEXT_STEP,
+    QUERY_ROWS,
     BatchLaw,
     DecodeLaw,
     chunk_blocks,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 FAR = 131072.0
+FA3_ROWS = 128
 
 UNEVEN_SHARE = 0.65
 """Of a block's step per token: what a token of the longest context costs beyond the mean in a decode-only batch of
@@ -109,16 +111,16 @@ def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionF
     batches["heads"], batches["kv_heads"] = table["heads"].to_numpy(float), table["kv_heads"].to_numpy(float)
     batches["head_dim"] = table["head_dim"].to_numpy(int)
     families = []
-    for head_dim, rows in batches.groupby("head_dim"):
-        law, prefill, longest, widest = _fit_prefill(rows[rows["tokens"] > 0], sms)
-        decodes = rows[rows["decodes"] > 0]
-        for group, part in decodes.groupby(decodes["heads"] / decodes["kv_heads"]):
-            if group != int(group):
-                continue
-            decode_law, misses, region = _fit_decode(part)
-            region = {**region, "tokens": longest, "query_heads": widest}
-            misses["prefill"] = prefill
-            families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region))
+    query_rows = FA3_ROWS if kernel == "fa3" else QUERY_ROWS
+    for (head_dim, group), rows in batches.groupby(["head_dim", batches["heads"] / batches["kv_heads"]]):
+        decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
+        if group != int(group) or not len(decodes) or not len(prompts):
+            continue
+        law, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
+        decode_law, misses, region = _fit_decode(decodes)
+        region = {**region, "tokens": longest, "query_heads": widest}
+        misses["prefill"] = prefill
+        families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region))
     return tuple(families)
 
 
@@ -133,17 +135,17 @@ def prompts_us(
     law: BatchLaw, sms: int, heads: Array, kv_heads: Array, tokens: Array, prefix: Array, prompts: Array
 ) -> Array:
     """`prompts` equal chunks and nothing else, one layer; `law.write` per KV head as in AttentionFamily."""
-    blocks, steps = chunk_blocks(tokens, prefix)
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
     shared = heads * prompts / sms * (law.block * blocks + law.step * steps)
     alone = law.block + law.step * np.ceil((prefix + tokens) / CONTEXT_STEP)
-    joined = joined_us(shared, alone, heads * prompts * blocks / sms, law.join)
+    joined = joined_us(law, shared, alone, heads * prompts * blocks / sms)
     return np.asarray(law.launch + joined + law.write * kv_heads * prompts * tokens / 1000.0)
 
 
-def _fit_prefill(rows: pd.DataFrame, sms: int) -> tuple[BatchLaw, Lattice, int, int]:
+def _fit_prefill(rows: pd.DataFrame, sms: int, query_rows: int) -> tuple[BatchLaw, Lattice, int, int]:
     columns = [rows[key].to_numpy(float) for key in ("heads", "kv_heads", "tokens", "prefix", "chunks")]
     us = rows["us"].to_numpy(float)
-    law = fit_batch_law(lambda law: prompts_us(law, sms, *columns), us)
+    law = fit_batch_law(lambda law: prompts_us(law, sms, *columns), us, query_rows)
     miss = np.log(us / prompts_us(law, sms, *columns))
     query_heads = columns[0] * columns[4]
     axes = [2.0 ** np.arange(0, np.ceil(np.log2(query_heads.max())) + 0.5, 0.5), np.unique(columns[2])]

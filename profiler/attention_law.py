@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 QUERY_ROWS = 64
+"""Query rows of a thread block: FlashAttention 2 on a paged cache; FlashAttention 3 takes twice as many."""
 CONTEXT_STEP = 128
 
 
@@ -25,9 +26,9 @@ CONTEXT_STEP = 128
 class BatchLaw:
     """Coefficients of `batch_us`, microseconds.
 
-    launch: of the kernels. block: a thread block. step, decode_step: 128 tokens of context for 64 query rows of a
-    chunk, for a decode. empty: a block that finds nothing to do. write: storing keys and values of 1000 tokens. join:
-    >= 1, how sharply shared work and the longest block meet.
+    launch: of the kernels. block: a thread block. step, decode_step: 128 tokens of context for the query rows of one
+    block, for a decode. empty: a block that finds nothing to do. write: storing keys and values of 1000 tokens. join:
+    >= 1, how sharply shared work and the longest block meet. query_rows: rows of a thread block.
     """
 
     launch: float = 3.0
@@ -37,6 +38,12 @@ class BatchLaw:
     empty: float = 0.3
     write: float = 1.0
     join: float = 1.5
+    query_rows: int = QUERY_ROWS
+
+    @property
+    def waves(self) -> bool:
+        """Whether blocks are dealt in waves; FlashAttention 3 keeps its blocks resident and balances them."""
+        return self.query_rows <= QUERY_ROWS
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
@@ -57,14 +64,15 @@ class DecodeLaw:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
 
 
-def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike) -> tuple[Array, Array]:
+def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike, query_rows: int = QUERY_ROWS) -> tuple[Array, Array]:
     """(thread blocks, context steps) of one chunk and one head; steps counted per block and rounded up."""
     tokens, prefix = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
-    blocks = np.ceil(tokens / QUERY_ROWS)
+    blocks = np.ceil(tokens / query_rows)
+    half_step = 0.5 * (1.0 - query_rows / CONTEXT_STEP)
     # Every second block of 64 rows reaches a new step of 128: the sum of ceil() is the smooth sum and half a step each.
-    mean_end = prefix + np.minimum(tokens, QUERY_ROWS) + (tokens - np.minimum(tokens, QUERY_ROWS)) / 2
+    mean_end = prefix + np.minimum(tokens, query_rows) + (tokens - np.minimum(tokens, query_rows)) / 2
     exact = np.ceil((prefix + tokens) / CONTEXT_STEP)
-    steps = np.where(blocks <= 1, exact * blocks, blocks * (mean_end / CONTEXT_STEP + 0.25))
+    steps = np.where(blocks <= 1, exact * blocks, blocks * (mean_end / CONTEXT_STEP + half_step))
     return blocks, steps
 
 
@@ -93,27 +101,27 @@ def batch_us(
     """One chunk beside `decodes` decodes of `context` tokens each, one layer, microseconds; `typical` as in
     `context_steps`, for the decodes."""
     tokens, prefix, decodes, context = (np.asarray(a, float) for a in (tokens, prefix, decodes, context))
-    blocks, steps = chunk_blocks(tokens, prefix)
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
     decode_steps = np.where(decodes > 0, context_steps(context, typical), 0.0)
     empty = decodes * np.maximum(blocks - 1, 0)
     work = law.block * (blocks + decodes) + law.step * steps + law.decode_step * decodes * decode_steps
     longest = np.where(tokens > 0, np.ceil((prefix + tokens) / CONTEXT_STEP), 0.0)
     alone = law.block + law.step * np.maximum(longest, decode_steps)
     dealt = heads * (blocks + decodes) / sms
-    joined = joined_us(heads / sms * (work + law.empty * empty), alone, dealt, law.join)
+    joined = joined_us(law, heads / sms * (work + law.empty * empty), alone, dealt)
     return law.launch + joined + law.write * (tokens + decodes) / 1000.0
 
 
-def joined_us(shared: Array, alone: Array, dealt: Array, join: float) -> Array:
+def joined_us(law: BatchLaw, shared: Array, alone: Array, dealt: Array) -> Array:
     """Time of `dealt` thread blocks a processor: the longest one while each has a processor of its own; beyond that,
     the part of the shared work that has to wait for one, and the longest."""
-    waiting = shared * np.maximum(0.0, 1.0 - 1.0 / np.maximum(dealt, 1e-9))
-    return np.asarray((waiting**join + alone**join) ** (1.0 / join))
+    waiting = shared * np.maximum(0.0, 1.0 - 1.0 / np.maximum(dealt, 1e-9)) if law.waves else shared
+    return np.asarray((waiting**law.join + alone**law.join) ** (1.0 / law.join))
 
 
 def chunk_share_us(law: BatchLaw, heads: int, sms: int, tokens: ArrayLike, prefix: ArrayLike) -> Array:
     """What a further chunk adds to a batch whose longest block is another's: its work over all processors."""
-    blocks, steps = chunk_blocks(tokens, prefix)
+    blocks, steps = chunk_blocks(tokens, prefix, law.query_rows)
     return heads / sms * (law.block * blocks + law.step * steps) + law.write * np.asarray(tokens, float) / 1000.0
 
 
@@ -135,9 +143,9 @@ _RELATIVE = ("block", "decode_step", "empty", "write")
 PRIOR_WEIGHT = 0.05
 
 
-def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array) -> BatchLaw:
+def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array, query_rows: int = QUERY_ROWS) -> BatchLaw:
     """Coefficients that minimise the log error of `predict(law)` over rows; a prior decides what they leave open."""
-    names = [field.name for field in fields(BatchLaw)]
+    names = list(BATCH_PRIOR)
     prior = np.log([max(BATCH_PRIOR[name], 1e-12) for name in names])
     step = names.index("step")
     start = prior.copy()
@@ -148,7 +156,7 @@ def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array) -> Batc
         for name in _RELATIVE:
             values[name] *= values["step"]
         values["join"] = max(1.0, values["join"])
-        return BatchLaw(**{name: float(value) for name, value in values.items()})
+        return BatchLaw(**{name: float(value) for name, value in values.items()}, query_rows=query_rows)
 
     def pull(x: Array) -> Array:
         away = (x - prior) * PRIOR_WEIGHT

@@ -8,12 +8,13 @@ plain twins of the vector ones: same cells, same operations in the same order, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from profiler.attention_law import CONTEXT_STEP, QUERY_ROWS, BatchLaw
+from profiler.attention_law import CONTEXT_STEP, BatchLaw
 
 Array = NDArray[np.float64]
 
@@ -113,9 +114,10 @@ class AttentionTables:
             len(far),
         )
         law, machine = source.batch_law, source.heads / source.sms * 1e3
-        self._share_block = law.block * machine + 0.25 * law.step * machine
+        self._share_block = (law.block + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * law.step) * machine
         self._share_step = law.step * machine / CONTEXT_STEP
         self._share_token = law.write
+        self._query_rows = law.query_rows
         self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
         self._make_lists()
 
@@ -126,6 +128,18 @@ class AttentionTables:
         self._beyond_list: list[float] = self._beyond.tolist()
         self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
         self._mixed_list: list[float] = self._mixed.tolist()
+
+    def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
+        """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
+        other = copy(self)
+        other._decode_base, other._decode_slope = self._decode_base * decode, self._decode_slope * decode
+        other._beyond = self._beyond * decode
+        other._chunk, other._mixed = self._chunk * chunk, self._mixed * mixed
+        other._share_block, other._share_step = self._share_block * chunk, self._share_step * chunk
+        other._share_token = self._share_token * chunk
+        other._uneven = self._uneven * mixed
+        other._make_lists()
+        return other
 
     def _seen(self, context: Any) -> Any:
         """Contexts as attention sees them under a sliding window."""
@@ -185,11 +199,11 @@ class AttentionTables:
 
     def _main_chunk(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int, float, int]:
         """(tokens, prefix) of the chunk with most work, the others' share of the machine, the furthest end of any."""
-        block, step, each = self._share_block, self._share_step, self._share_token
+        block, step, each, rows = self._share_block, self._share_step, self._share_token, self._query_rows
         best, total, end, main = -1.0, 0.0, 0, (0, 0)
         for tokens, prefix in chunks:
-            blocks = (tokens + QUERY_ROWS - 1) // QUERY_ROWS
-            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS)) + each * tokens
+            blocks = (tokens + rows - 1) // rows
+            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * rows)) + each * tokens
             total = total + share
             if share > best:
                 best, main = share, (tokens, prefix)
@@ -267,8 +281,9 @@ class AttentionTables:
     ) -> Array:
         """`batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
         starts = offsets[:-1]
-        blocks = (tokens + (QUERY_ROWS - 1)) // QUERY_ROWS
-        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * QUERY_ROWS))
+        query_rows = self._query_rows
+        blocks = (tokens + (query_rows - 1)) // query_rows
+        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * query_rows))
         share = share + self._share_token * tokens
         sizes = np.diff(offsets)
         best = np.maximum.reduceat(share, starts)

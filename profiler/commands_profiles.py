@@ -40,8 +40,11 @@ def fit_command(
     profile: Annotated[Path, typer.Argument(help="profile (.parquet or .csv) of one device")],
     out: Annotated[Path, typer.Option("--out", help="model file to write (.json; arrays beside it)")],
     gpu: Annotated[str | None, typer.Option(help="name in the hardware table; found from the device name")] = None,
+    check: Annotated[bool, typer.Option(help="refit with structures left out, and store the errors")] = True,
 ) -> None:
     """Fit a profile into a model file that `--cost-model` takes."""
+    from dataclasses import replace
+
     from profiler.device_fit import fit_device
     from profiler.hardware import load_hardware
     from profiler.model_file import write_model
@@ -57,8 +60,15 @@ def fit_command(
     except ProfileError as error:
         raise ProfileError(f"{profile}: device {device!r}: {error}; name it with --gpu") from None
     fit = fit_device(table, hardware)
+    if check:
+        from profiler.holdout import held_out, summary
+
+        fit = replace(fit, errors=summary(held_out(table, hardware)))
     write_model(fit, out)
-    print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {len(fit.attention)} attention layouts")
+    layouts = len(fit.attention) + len(fit.families)
+    print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
+    for name, error in fit.errors.items():
+        print(f"  {name:22} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
 
 
 def _fit_whole_iterations(profile: Profile, out: Path) -> None:

@@ -20,6 +20,7 @@ from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
 from profiler.fitted import Engine, FittedModel, Region
 from profiler.hardware import Hardware
+from profiler.intervals import half_widths
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import ModelSpec
 from profiler.roofline_constants import RooflineConstants
@@ -65,17 +66,20 @@ def compose(
         uneven=parts.terms.uneven_contexts and not spec.sliding_window,
         padded=parts.terms.padded,
     )
+    layers, first, last, sampled = parts.layer_rows(), parts.first_rows(), parts.last_rows(), parts.sampled()
+    region = parts.region()
     engine = Engine(
         name,
         split,
-        parts.layer_rows(),
-        parts.first_rows(),
-        parts.last_rows(),
-        parts.sampled(),
+        layers,
+        first,
+        last,
+        sampled,
         attention,
-        parts.region(),
+        region,
         parts.terms,
         _send(hardware, spec, pipeline_link),
+        half_widths=half_widths(fit.errors, region.composed),
         provenance=parts.provenance(),
     )
     return FittedModel(engine)

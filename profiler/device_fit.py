@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from profiler.attention_family import AttentionFamily, fit_families, nearest_family
 from profiler.attention_fit import AttentionFit, fit_attention, transferred
 from profiler.errors import ProfileError
-from profiler.gemm_law import GemmLaw, composed_curve, curve_us, fit_gemm_law, gemm_noise, without_noise
+from profiler.gemm_law import (
+    GemmLaw,
+    composed_curve,
+    curve_us,
+    fit_gemm_law,
+    gemm_grid,
+    gemm_noise,
+    without_noise,
+)
+from profiler.lattice import Lattice
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -68,7 +78,13 @@ class DeviceFit:
     def gemm(self, name: str, n: int, k: int) -> tuple[RowCurve, bool]:
         """The curve of a GEMM, and whether it was measured in this shape."""
         found = self.curve(name, n, k)
-        return (found, True) if found else (composed_curve(self.gemm_law, self.curves, name, n, k), False)
+        if found is not None:
+            return found, True
+        return composed_curve(self.gemm_law, self.curves, self._gemm_grid, name, n, k), False
+
+    @cached_property
+    def _gemm_grid(self) -> Lattice | None:
+        return gemm_grid(self.gemm_law, self.curves)
 
     def gemm_us(self, curve: RowCurve, rows: Any) -> Any:
         """Microseconds of a GEMM at any row count."""

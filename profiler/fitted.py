@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from policies.request import Ns
 from profiler.attention_tables import AttentionTables
 from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
+from profiler.intervals import factors
 from profiler.shapes import ShapeColumns
 
 Column = NDArray[np.int64]
@@ -44,6 +45,7 @@ class Engine:
 
     layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
     the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
+    half_widths: of 90 % intervals by operator (`profiler.intervals`).
     """
 
     name: str
@@ -57,6 +59,7 @@ class Engine:
     terms: EngineTerms
     send: tuple[float, float] = (0.0, 0.0)
     tile: int = 128
+    half_widths: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -258,6 +261,30 @@ class FittedModel:
             and all(tokens <= region.tokens and prefix <= region.prefix for tokens, prefix in shape.chunks)
         )
 
+    def perturbed(self, seed: int) -> FittedModel:
+        """The same model with each operator and the host off by one factor, drawn as its held-out error says.
+
+        Runs over many seeds turn the model's uncertainty into intervals of any statistic.
+        """
+        engine, drawn = self.engine, factors(self.engine.half_widths, seed)
+
+        def scaled(terms: RowTerms) -> RowTerms:
+            return lambda rows: {name: us * drawn.get(name, 1.0) for name, us in terms(rows).items()}
+
+        host = {name: value * drawn["host"] for name, value in asdict(engine.terms).items() if name.startswith("host_")}
+        changed = replace(
+            engine,
+            name=f"{engine.name} draw {seed}",
+            layer_rows=scaled(engine.layer_rows),
+            first_rows=scaled(engine.first_rows),
+            last_rows=scaled(engine.last_rows),
+            sampled=scaled(engine.sampled),
+            attention=engine.attention.scaled(drawn["decode"], drawn["prefill"], drawn["mixed"]),
+            terms=replace(engine.terms, **host),
+            provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
+        )
+        return FittedModel(changed)
+
     def provenance(self) -> Mapping[str, object]:
         engine = self.engine
         return {
@@ -267,6 +294,7 @@ class FittedModel:
             "layer_split": list(engine.layer_split),
             "tile": self.tile,
             "terms": asdict(engine.terms),
+            "half_widths_90": dict(engine.half_widths),
             "region": asdict(engine.region),
             **engine.provenance,
         }

@@ -149,34 +149,37 @@ def curve_us(law: GemmLaw | None, curve: RowCurve, rows: ArrayLike) -> Array:
     return law.us(wanted, curve.n, curve.k) * np.exp(np.where(gap <= CLOSE_ROWS, miss[above], between))
 
 
-def composed_curve(law: GemmLaw | None, curves: tuple[RowCurve, ...], name: str, n: int, k: int) -> RowCurve:
+def gemm_grid(law: GemmLaw | None, curves: tuple[RowCurve, ...]) -> Lattice | None:
+    """Corrections over (rows, n, k) where the measured shapes make a grid; None where they are a few scattered ones."""
+    known = tuple(curve for curve in curves if curve.k)
+    shapes = {(curve.n, curve.k) for curve in known}
+    full = len({n for n, _ in shapes}) * len({k for _, k in shapes})
+    if law is None or len(shapes) <= 20 or len(shapes) < 0.5 * full:
+        return None
+    columns = [(curve.rows, np.full(len(curve.rows), curve.n), np.full(len(curve.rows), curve.k), _misses(law, curve))
+               for curve in known]  # fmt: skip
+    m, n, k, miss = (np.concatenate(column).astype(float) for column in zip(*columns, strict=True))
+    return Lattice.from_points([m, n, k], miss, fill_order=(1, 2, 0))
+
+
+def composed_curve(
+    law: GemmLaw | None, curves: tuple[RowCurve, ...], grid: Lattice | None, name: str, n: int, k: int
+) -> RowCurve:
     """A GEMM of a shape that was not measured: the law, corrected as the nearest measured shapes say.
 
-    Between the shapes of a grid the correction is interpolated, among a few scattered shapes it is their mean weighted
-    by nearness.
+    Between the shapes of a `gemm_grid` the correction is interpolated, among a few scattered shapes it is their mean
+    weighted by nearness.
     """
     known = tuple(curve for curve in curves if curve.k)
     if law is None or not known:
         raise ProfileError(f"fitted model: no GEMM to compose {name} ({n} x {k}) from")
     rows = np.unique(np.concatenate([curve.rows for curve in known]))
-    widths, depths = {curve.n for curve in known}, {curve.k for curve in known}
-    shapes = {(curve.n, curve.k) for curve in known}
-    if len(shapes) >= 0.5 * len(widths) * len(depths) and len(shapes) > 20:
-        miss = _grid_of(law, known)(rows, float(n), float(k))
-    else:
-        miss = _nearest(law, known, rows, n, k)
+    miss = grid(rows, float(n), float(k)) if grid is not None else _nearest(law, known, rows, n, k)
     return RowCurve(name, n, k, rows, law.us(rows, n, k) * np.exp(miss))
 
 
 def _misses(law: GemmLaw, curve: RowCurve) -> Array:
     return np.log(curve.us / law.us(curve.rows, curve.n, curve.k))
-
-
-def _grid_of(law: GemmLaw, known: tuple[RowCurve, ...]) -> Lattice:
-    columns = [(curve.rows, np.full(len(curve.rows), curve.n), np.full(len(curve.rows), curve.k), _misses(law, curve))
-               for curve in known]  # fmt: skip
-    m, n, k, miss = (np.concatenate(column).astype(float) for column in zip(*columns, strict=True))
-    return Lattice.from_points([m, n, k], miss, fill_order=(1, 2, 0))
 
 
 def _nearest(law: GemmLaw, known: tuple[RowCurve, ...], rows: Array, n: int, k: int) -> Array:

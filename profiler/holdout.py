@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from profiler.attention_family import fit_families, nearest_family
 from profiler.attention_fit import batch_columns, fit_attention
 from profiler.device_fit import MANY_LAYOUTS
-from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, without_noise
+from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def held_out(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
 
 
 def summary(tables: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, float]]:
-    """Median, P90, P95 and mean of the relative error for each table of `held_out`, and how many rows it has."""
+    """Median, P90, P95, mean and interval coverage of the relative error of each table of `held_out`, and its rows."""
     rows = {}
     for name, table in tables.items():
         error = (table["predicted_us"] / table["us"] - 1).to_numpy(float)
@@ -66,14 +66,33 @@ def summary(tables: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, float]]:
             "p90": float(np.quantile(size, 0.9)),
             "p95": float(np.quantile(size, 0.95)),
             "bias": float(np.mean(error)),
+            "coverage": _coverage(size, table["fold"].to_numpy()),
         }
     return rows
 
 
+def _coverage(size: Array, fold: Array) -> float:
+    """Share of one half's errors within the P90 of the other half's: what a 90 % interval from these errors would
+    cover."""
+    covered = [
+        float((size[fold == one] <= np.quantile(size[fold == other], 0.9)).mean())
+        for one, other in ((0, 1), (1, 0))
+        if (fold == one).any() and (fold == other).any()
+    ]
+    return float(np.mean(covered)) if covered else float("nan")
+
+
+RUN = 8
+"""Values one apart are left out together, so that none is predicted from a twin: pairs such as 128 and 129, and whole
+eighths of a longer run."""
+
+
 def folds(values: Array, least: float = -np.inf, most: float = np.inf) -> Iterator[Array]:
-    """Two sets of every second value between the outermost ones; neighbours that differ by one go together."""
+    """Two sets of every second value (or run of values one apart) between the outermost ones."""
     distinct = np.unique(values)
-    groups = np.cumsum(np.concatenate([[0], (np.diff(distinct) > 1) | (distinct[1:] <= 16)]))
+    starts = np.concatenate([[True], (np.diff(distinct) > 1) | (distinct[1:] <= 16)])
+    within = np.arange(len(distinct)) - np.maximum.accumulate(np.where(starts, np.arange(len(distinct)), 0))
+    groups = np.cumsum(starts | (within % RUN == 0)) - 1
     inner = (groups > 0) & (groups < groups[-1]) & (distinct >= least) & (distinct <= most)
     for parity in (0, 1):
         chosen = distinct[inner & (groups % 2 == parity)]
@@ -103,7 +122,7 @@ def _left_out_rows(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
     import pandas as pd
 
     parts = []
-    for chosen in folds(table["rows"].to_numpy(float), most=USED_ROWS):
+    for fold, chosen in enumerate(folds(table["rows"].to_numpy(float), most=USED_ROWS)):
         out = table["rows"].isin(chosen)
         curves = _curves(table[~out])
         law = fit_gemm_law(curves, hardware)
@@ -111,7 +130,7 @@ def _left_out_rows(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
             continue
         by_shape = {(curve.n, curve.k): curve for curve in without_noise(curves, law)}
         for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
-            parts.append(_scored(rows, curve_us(law, by_shape[int(n), int(k)], rows["rows"])))
+            parts.append(_scored(rows, curve_us(law, by_shape[int(n), int(k)], rows["rows"]), fold))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -119,16 +138,17 @@ def _left_out_shapes(table: pd.DataFrame, hardware: Hardware, axis: str) -> pd.D
     import pandas as pd
 
     parts = []
-    for chosen in folds(table[axis].to_numpy(float), *USED_WIDTHS):
+    for fold, chosen in enumerate(folds(table[axis].to_numpy(float), *USED_WIDTHS)):
         out = table[axis].isin(chosen)
         curves = _curves(table[~out])
         law = fit_gemm_law(curves, hardware)
         if law is None:
             continue
         calm = without_noise(curves, law)
+        grid = gemm_grid(law, calm)
         for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
-            composed = composed_curve(law, calm, "gemm", int(n), int(k))
-            parts.append(_scored(rows, curve_us(law, composed, rows["rows"])))
+            composed = composed_curve(law, calm, grid, "gemm", int(n), int(k))
+            parts.append(_scored(rows, curve_us(law, composed, rows["rows"]), fold))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -144,9 +164,10 @@ def _used(table: pd.DataFrame) -> pd.Series:
     )
 
 
-def _scored(rows: pd.DataFrame, predicted: Array) -> pd.DataFrame:
+def _scored(rows: pd.DataFrame, predicted: Array, fold: int) -> pd.DataFrame:
     columns = ["operator", "rows", "n", "k", "chunks", "decodes", "decode_context_total", "heads", "kv_heads"]
     scored = rows[columns].copy()
+    scored["fold"] = fold
     scored["us"], scored["predicted_us"] = rows["median_s"] * 1e6, predicted
     return scored
 
@@ -173,7 +194,7 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
         mine = which(batches).to_numpy()
         for axis in axes:
             parts = []
-            for chosen in folds(batches[axis].to_numpy()[mine]):
+            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
                 out = mine & batches[axis].isin(chosen).to_numpy()
                 fit = fit_attention(table[~out], hardware.sms)
                 b = batches[out]
@@ -183,7 +204,7 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
                     predicted = fit.prefill_us(b["tokens"], b["prefix"])
                 else:
                     predicted = fit.batch_us(b["tokens"], b["prefix"], b["decodes"], b["context"])
-                parts.append(_scored(table[out], predicted))
+                parts.append(_scored(table[out], predicted, fold))
             if parts:
                 found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
@@ -203,16 +224,17 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
         alike, mine = (decoding, usual & decoding) if kind == "decode" else (~decoding, usual & single)
         for axis in axes:
             parts = []
-            for chosen in folds(batches[axis].to_numpy()[mine]):
+            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
                 left = batches[axis].isin(chosen).to_numpy() & alike
                 families = fit_families(table[~left], hardware.sms, kernel)
                 for (heads, kv_heads), rows in table[left & mine].groupby(["heads", "kv_heads"]):
-                    fit = nearest_family(families, int(heads), int(kv_heads), 128).for_layout(int(heads), int(kv_heads))
+                    family = nearest_family(families, int(heads), int(kv_heads), 128)
+                    fit = family.for_layout(int(heads), int(kv_heads))
                     b = batches.loc[rows.index]
                     if kind == "decode":
-                        parts.append(_scored(rows, fit.decode_us(b["decodes"], b["context"])))
+                        parts.append(_scored(rows, fit.decode_us(b["decodes"], b["context"]), fold))
                     else:
-                        parts.append(_scored(rows, fit.prefill_us(b["tokens"], b["prefix"])))
+                        parts.append(_scored(rows, fit.prefill_us(b["tokens"], b["prefix"]), fold))
             if parts:
                 found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found

@@ -354,9 +354,12 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
     )
 
 
-def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, float]:
+def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, Any]:
     values = _Entry(entry.path, f"{entry.where}.{key}", entry.values.get(key))
-    return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
+    found = {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
+    if isinstance(law, BatchLaw):
+        found["query_rows"] = values.count("query_rows", least=1)
+    return found
 
 
 def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:

@@ -201,6 +201,18 @@ def test_several_chunks_are_not_one_long_chunk() -> None:
     assert four < 0.8 * one < one < prefixed
 
 
+def test_draws_are_seeded_and_scatter_as_widely_as_the_held_out_errors() -> None:
+    fitted = model()
+    shape = BatchShape((), 64, 64_000, 1500, 0, 64)
+    draws = [fitted.perturbed(seed).breakdown(shape)["attention"] for seed in range(40)]
+    assert draws[7] == fitted.perturbed(7).breakdown(shape)["attention"]
+    width = fitted.engine.half_widths["decode"]
+    plain = fitted.breakdown(shape)["attention"]
+    inside = sum(plain / (1 + width) <= draw <= plain * (1 + width) for draw in draws)
+    assert 0.7 * 40 <= inside <= 40
+    assert fitted.perturbed(3).provenance()["perturbed"]["seed"] == 3
+
+
 # --- model files -----------------------------------------------------------------------------------------------------
 
 

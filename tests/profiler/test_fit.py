@@ -1,0 +1,112 @@
+"""Fits and what they claim: laws that behave like kernels, and errors on structures left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from profiler.__main__ import build
+from profiler.attention_law import BatchLaw, DecodeLaw, batch_us, chunk_share_us, context_steps, decode_us
+from profiler.gemm_law import GemmLaw, curve_us, fit_gemm_law
+from profiler.hardware import load_hardware
+from profiler.holdout import folds, held_out, summary
+from profiler.importers import import_profile
+from profiler.intervals import factors, half_widths
+from profiler.lattice import Lattice
+from profiler.row_curves import RowCurve
+
+DATA = Path(__file__).parents[3] / "shared/data/profiles"
+needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
+
+LAW = GemmLaw((0.8,) * 8, memory=0.8, launch_us=3.0, tile_us=0.0, sms=100, flops_per_us=300e6, bytes_per_us=2e6)
+
+
+def test_a_gemm_of_few_rows_streams_its_weights_and_of_many_rows_is_flops() -> None:
+    assert LAW.us(1, 16384, 4096) == pytest.approx(3 + 2 * 16384 * 4097 / 1.6e6, rel=0.02)
+    assert LAW.us(16384, 16384, 4096) == pytest.approx(2 * 16384**2 * 4096 / 240e6, rel=0.05)
+
+
+def test_a_law_knows_steps_between_measured_row_counts() -> None:
+    rows = np.array([128.0, 256.0, 512.0])
+    curve = RowCurve("gemm", 12800, 4096, rows, 1.1 * LAW.us(rows, 12800, 4096))
+    assert curve_us(LAW, curve, 300) == pytest.approx(1.1 * LAW.us(300, 12800, 4096))
+    assert curve_us(LAW, curve, 257) > 1.1 * curve_us(LAW, curve, 256)
+
+
+def test_a_law_is_found_again_from_its_own_times() -> None:
+    rows = 2.0 ** np.arange(0, 13)
+    curves = tuple(RowCurve("gemm", n, k, rows, LAW.us(rows, n, k)) for n in (1024, 4096, 8192) for k in (1024, 4096))
+    found = fit_gemm_law(curves, load_hardware("a100"))
+    assert found is not None
+    error = np.concatenate([found.us(rows, c.n, c.k) / c.us - 1 for c in curves])
+    assert np.median(np.abs(error)) < 0.03
+
+
+def test_while_every_block_has_a_processor_only_the_longest_counts() -> None:
+    law = BatchLaw(write=0.0, join=8.0)
+    one, two = (batch_us(law, 32, 128, tokens, 4096, 0, 0) for tokens in (64, 128))
+    assert two == pytest.approx(one, rel=0.05)  # 32 and 64 blocks on 128 processors
+    eight = batch_us(law, 32, 128, 512, 4096, 0, 0)
+    assert eight < batch_us(law, 32, 128, 1024, 4096, 0, 0) < 3 * eight
+
+
+def test_a_further_chunk_adds_its_share_of_the_machine() -> None:
+    law = BatchLaw()
+    alone = batch_us(law, 32, 128, 64, 8192, 0, 0)
+    assert chunk_share_us(law, 32, 128, 64, 8192) == pytest.approx((alone - law.launch) / 4, rel=0.1)
+
+
+def test_contexts_in_use_lie_half_a_step_above_their_tokens() -> None:
+    contexts = np.arange(1000, 3000)
+    assert context_steps(contexts).mean() == pytest.approx(context_steps(contexts, typical=True).mean(), rel=1e-3)
+    assert context_steps(1024) == 9
+    assert decode_us(DecodeLaw(), 32, 1024, typical=True) < decode_us(DecodeLaw(), 32, 1024)
+
+
+def test_a_lattice_repeats_its_points_fills_holes_and_keeps_to_its_edges() -> None:
+    grid = Lattice.from_points([[1, 1, 8, 8, 64], [0, 100, 0, 100, 0]], [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert grid([1, 8, 64], [100, 0, 0]).tolist() == [2.0, 3.0, 5.0]
+    assert grid(64, 100) == pytest.approx(4.0)  # filled along its own line: nothing else is known at 100 beyond 8
+    assert grid(1000, 0) == 5.0
+    scattered = Lattice.from_scatter([[0, 10, 100]], [[0, 0, 10, 100]], [1.0, 3.0, 4.0, 5.0])
+    assert scattered([0, 10, 100]).tolist() == [2.0, 4.0, 5.0]
+
+
+def test_folds_leave_out_whole_values_and_never_a_twin() -> None:
+    one, two = folds(np.array([1, 2, 64, 128, 129, 256, 257, 512]))
+    assert set(one) | set(two) == {2, 64, 128, 129, 256, 257}
+    assert {128, 129} <= set(one) or {128, 129} <= set(two)
+
+
+@needs_data
+def test_structures_left_out_are_predicted_within_the_aims_where_the_grid_allows() -> None:
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    errors = summary(held_out(profile, load_hardware("rtx4090")))
+    for name in ("gemm rows", "prefill prefixes", "mixed prefixes", "mixed contexts"):
+        assert errors[name]["median"] < 0.02, name
+        assert errors[name]["p95"] < 0.09, name
+    for name, error in errors.items():
+        assert 0.8 <= error["coverage"] <= 0.99, (name, error)
+
+
+def test_intervals_are_wider_where_nothing_was_measured() -> None:
+    errors = {"gemm rows": {"p90": 0.03}, "gemm widths": {"p90": 0.1}, "decode contexts": {"p90": 0.05}}
+    measured, composed = half_widths(errors, ()), half_widths(errors, ("ffn_up 28672x4096", "norm"))
+    assert (measured["ffn_up"], composed["ffn_up"], composed["ffn_down"]) == (0.03, 0.1, 0.03)
+    assert measured["norm"] < composed["norm"]
+    assert measured["mixed"] == measured["prefill"] > measured["decode"]
+    assert factors(measured, 1) == factors(measured, 1) != factors(measured, 2)
+
+
+@needs_data
+def test_import_and_fit_from_the_command_line(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    source = str(DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    made = run(build(), ["import", "llmservingsim", source, "--out", str(tmp_path / "p.parquet")])
+    assert made.exit_code == 0, made.output
+    fitted = run(build(), ["fit", str(tmp_path / "p.parquet"), "--out", str(tmp_path / "m.json"), "--no-check"])
+    assert fitted.exit_code == 0, fitted.output
+    assert "rtx4090, 11 operators" in fitted.output
