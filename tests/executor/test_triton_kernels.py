@@ -81,6 +81,21 @@ def test_each_fusion_can_be_switched_off_and_changes_nothing_but_rounding() -> N
         TritonKernels(DEVICE, torch.float32, fused=frozenset({"softmax"}))
 
 
+@pytest.mark.slow
+def test_compiled_steps_can_be_traced_whole_and_equal_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces each step as one graph; the back end that only runs the graph keeps the C++ compiler out of it."""
+    from executor.kernels import compiled
+
+    class Traced(compiled.CompiledKernels):
+        def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+            super().__init__(device, dtype, backend="eager")
+
+    monkeypatch.setattr(compiled, "CompiledKernels", Traced)
+    exact = logits_of("torch", "reference", "float64", {})
+    ours = logits_of("compiled", "paged", "float32", {})
+    assert float((exact - ours).abs().max()) < 2e-6 * max(1.0, float(exact.abs().max()) * 10)
+
+
 class Broken(PagedAttention):
     """Forgets the scale of the scores: a kernel that runs and is wrong."""
 
