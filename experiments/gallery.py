@@ -15,10 +15,10 @@ LARGEST_PNG = 150_000
 
 HEAD = """# Gallery
 
-Every figure below is measured by `python -m experiments run all` and can be made again from one command and one file of
-`experiments/figures/`. Papers' numbers stand beside ours only to compare: no cost model is fitted to them. *Holds* means
-that everything which the paper says there and we check comes out here too; *holds in part* says how much of it does. A
-cost model called `roofline` knows nothing but specifications (docs/costs.md); `fitted` ones rest on measured kernels.
+Each figure below is measured by `python -m experiments run all` and can be made again from one command and one file of
+`experiments/figures/`. Papers' numbers stand beside ours only to compare: no cost model is fitted to them. *Holds*
+means that all which the paper says there and we check comes out here too; *holds in part* says how much of it does.
+A cost model called `roofline` knows nothing but specifications (docs/costs.md); `fitted` ones rest on measured kernels.
 """
 
 CLAIMS_HEAD = (
