@@ -90,6 +90,10 @@ Risk = Annotated[
 MaxWait = Annotated[
     float, _option("--max-wait", "Longest expected wait for a first token, in s (rung reject).", _MEMORY)
 ]
+KVCompression = Annotated[
+    str | None, _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ...", _MEMORY)
+]
+KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay in full precision.", _MEMORY)]
 TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
 AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
 Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
@@ -148,6 +152,8 @@ def replay_command(
     plain_tokens: PlainTokens = 8192,
     risk: Risk = 1.0,
     max_wait_s: MaxWait = 60.0,
+    kv_compression: KVCompression = None,
+    kv_window: KVWindow = 128,
     time_scale: TimeScale = 1.0,
     as_fast_as_possible: AtOnce = False,
     limit: Limit = None,

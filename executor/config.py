@@ -25,6 +25,8 @@ class LiveConfig:
     poison: fill freed KV blocks with NaN (a check, not for measurements).
     prefix_caching: share the KV blocks of texts that agree from their beginning. preemption, swap_gib, swap_page_mib,
         ladder, trouble_from, plain_tokens, risk, max_wait_s: as in a simulated run.
+    kv_compression: keys and values older than kv_window tokens packed, as kivi4 or delta8 (coding and bits); the block
+        is the group that is packed together.
     """
 
     policy: str = "chunked"
@@ -68,6 +70,8 @@ class LiveConfig:
     plain_tokens: int = 8192
     risk: float = 1.0
     max_wait_s: float = 60.0
+    kv_compression: str | None = None
+    kv_window: int = 128
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from executor.block_names import TextNames
+from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
 from executor.conversation import Conversations, keeps_history
 from executor.device_memory import choose_allocator, measure_use
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
-from executor.memory import MeasuredCosts, make_admission, make_host_cache, make_swap
+from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
@@ -95,8 +96,9 @@ def replay_live(
     from metrics import Recorder
 
     recorder = Recorder()
-    cache = loaded.new_cache(scheduler.ledger.total_blocks, config.block_size)
     rows = min(scheduler.max_num_seqs, len(trace), 256)
+    most_tokens = min(scheduler.token_budget, int(trace.prompt_tokens.sum()))
+    cache = make_cache(config, loaded, scheduler.ledger.total_blocks, rows, most_tokens)
     runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
     runner.host = make_host_cache(scheduler.swap, cache)
     names.texts = runner.texts
@@ -244,7 +246,9 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
     from executor.step import Step
 
     size = runner.cache.block_size
-    tokens = max(1, min(tokens, (runner.cache.blocks - 1) * size, runner.loaded.max_tokens))
+    packed = runner.cache if isinstance(runner.cache, CompressedKVCache) else None
+    room = (packed.full_blocks if packed is not None else runner.cache.blocks) - 1
+    tokens = max(1, min(tokens, room * size, runner.loaded.max_tokens))
     span = np.arange(tokens, dtype=np.int32)
     zero = np.zeros(1, np.int32)
     none = np.empty(0, np.int32)
@@ -272,6 +276,8 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
         if runner.cache.device.type == "cuda":
             torch.cuda.synchronize(runner.cache.device)
         best = min(best, (time.perf_counter_ns() - started) / tokens)
+    if packed is not None:
+        packed.drop(list(range(packed.blocks)))
     return best
 
 
@@ -395,6 +401,7 @@ def _run_config(
 
 def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
+    facts["kv_pool_bytes"] = runner.cache.num_bytes
     if runner.host is not None:
         times = runner.host.times
         facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9

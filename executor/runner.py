@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor.compressed_kv import CompressedKVCache
 from executor.cuda_graphs import graphs_for
 from executor.device_timing import IterationTimer
 from executor.kv_cache import KVCache
@@ -133,6 +134,8 @@ class Runner:
         self.host = host
         self.graphs = graphs_for(loaded, cache, longest)
         self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None
+        self._packed = cache if isinstance(cache, CompressedKVCache) else None
+        self._computed: dict[int, int] = {}
         self._poison_freed = poison
         self._to_poison: list[int] = []
 
@@ -144,6 +147,9 @@ class Runner:
         self._changes += 1
         if row is None:
             return
+        if self._packed is not None:
+            whole = self._computed.pop(row, 0) // self._block_size if self.ledger.prefix_caching else 0
+            self._packed.leave(self._tables[row].tolist(), whole)
         if self._poison_freed:
             self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
         # To the tail: a row is not used again while a batch planned before may still read it.
@@ -330,6 +336,8 @@ class Runner:
             token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
         forward = self.loaded.model.forward if self.graphs is None else self.graphs.forward
         logits = forward(token_ids, step, self.cache)
+        if self._packed is not None:
+            self._pack_old(step)
         sampled = None
         if prepared.wanted:
             sampled = self._sample(logits, prepared)
@@ -345,6 +353,15 @@ class Runner:
                 start_ns = max(start_ns, end_ns - device_ns)
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
         return Result(ids, start_ns, end_ns, executed)
+
+    def _pack_old(self, step: Step) -> None:
+        """Pack what this batch has pushed out of its requests' windows."""
+        assert self._packed is not None
+        contexts = dict(zip(step.chunk_table.tolist(), (step.chunk_prefix + step.chunk_tokens).tolist()))
+        contexts.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
+        for row, context in contexts.items():
+            self._packed.seal_old(step.block_tables[row], context)
+        self._computed.update(contexts)
 
     def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         kernels = self.loaded.model.kernels
