@@ -16,6 +16,7 @@ from executor.block_names import TextNames
 from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
 from executor.conversation import Conversations, keeps_history
+from executor.device_memory import choose_allocator, measure_use
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
@@ -138,6 +139,7 @@ def replay_live(
 
 def load_for(config: LiveConfig, longest: int) -> Loaded:
     """The model that a config names, for contexts up to `longest` (or as far as the model reaches)."""
+    choose_allocator(config.allocator)
     return load_model(
         config.model,
         device=config.device,
@@ -149,6 +151,8 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
         max_tokens=longest,
         clip_max_tokens=True,
         trim_last_layer=config.trim_last_layer,
+        graphs=config.graphs,
+        block_size=config.block_size,
     )
 
 
@@ -197,6 +201,9 @@ def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
 def _default_blocks(config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> int:
     """Blocks for the whole trace at once, if `memory_share` of the free memory holds them; else what it holds."""
     per_block = loaded.kv_bytes_per_token * config.block_size
+    if loaded.device.type == "cuda":
+        # The largest batch runs once: what it keeps is then no longer counted as free.
+        measure_use(loaded, most_rows=config.token_budget or 2048, most_sampled=config.max_num_seqs or 256)
     room = int(free_memory_bytes(loaded.device) * config.memory_share) // per_block
     lengths = trace.prompt_tokens + trace.max_output_tokens
     wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
@@ -275,7 +282,9 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
 
 
 def _warm_up(runner: Runner) -> None:
-    """First use of kernels, buffers and threads, so that the first request does not pay for them."""
+    """First use of kernels, buffers, threads and graphs, so that the first request does not pay for them."""
+    if runner.graphs is not None:
+        runner.graphs.warm()
     import numpy as np
 
     from executor.step import Step
