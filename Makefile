@@ -12,10 +12,19 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help replay test lint bench clean
+# What `make validate` and `make validate-full` serve; the Azure traces are public (github.com/Azure/AzurePublicDataset).
+VALIDATE_TRACE ?= examples/trace.csv
+VALIDATE_OUT ?= runs/validate
+AZURE ?= ../shared/data/traces/azure2023
+FULL_TRACES ?= $(AZURE)/AzureLLMInferenceTrace_conv.csv $(AZURE)/AzureLLMInferenceTrace_code.csv
+FULL_OUT ?= runs/validate-full
+
+.PHONY: help replay validate validate-full test lint bench clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
+	@echo "make validate [VALIDATE_TRACE=my.csv]                            profile, predict, run live, compare: under 10 minutes"
+	@echo "make validate-full                                               all policies, both Azure traces, two models: hours, resumable"
 	@echo "make test                                                        install what the tests need, run them all"
 	@echo "make lint                                                        ruff, mypy"
 	@echo "make bench                                                       the simulator's speed beside a bare loop"
@@ -35,6 +44,13 @@ $(VENV)/dev: pyproject.toml | $(BIN)/python
 
 replay: $(VENV)/core
 	$(BIN)/python -m simulator compare $(TRACE) --model $(MODEL) --gpu $(GPU) --out $(OUT) --figures
+
+validate: $(VENV)/dev
+	$(BIN)/python -m experiments validate $(VALIDATE_TRACE) --model nano --policies chunked,prefill_priority \
+		--limit 40 --load 0.6 --repeats 3 --budget 120s --out $(VALIDATE_OUT)
+
+validate-full: $(VENV)/dev
+	$(BIN)/python -m experiments validate-full $(FULL_TRACES) --models nano,tiny --out $(FULL_OUT)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -56,6 +56,12 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.pool.numel() * self.pool.element_size()
 
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Where the keys and the values of a layer begin in memory."""
+        side = self.blocks * self.kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+        first = self.pool.data_ptr() + 2 * layer * side
+        return first, first + side
+
     def keys(self, layer: int) -> Tensor:
         """[blocks, kv_heads, block_size, head_dim]"""
         return self.pool[layer, 0]

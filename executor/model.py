@@ -111,7 +111,7 @@ class Model:
             if not step.rows:
                 return hidden
         attended = kernels.buffer("attended", step.rows, q_size)
-        if len(step.decode_row) + int(step.chunk_tokens.sum()) < step.rows:
+        if len(step.decode_row) + (int(step.chunk_tokens.sum()) if step.num_chunks else 0) < step.rows:
             attended.zero_()  # dummy rows: attention skips them, and stale NaN or infinity must not spread
         self.attention.attend(index, queries, attended, step, cache)
         normed = kernels.add_and_norm(layer.attention_out, attended, hidden, layer.ffn_norm, eps, "normed")

@@ -73,7 +73,7 @@ def agreement(live: RunTables, trace: Trace, scheduler: Scheduler) -> Agreement:
         again.arrive_until(planned[number])
         batch = scheduler.plan(planned[number])
         ours = None if batch is None else _columns(batch, scheduler)
-        theirs = {name: _plain(row[name]) for name in COMPARED}
+        theirs = plain_row(row)
         if ours != theirs:
             divergence = {"iteration": number, "planned_s": row["planned_s"], "live": theirs, "simulated": ours}
             return Agreement(len(rows), matched, live.rows("requests"), 0, 0, divergence)
@@ -185,8 +185,12 @@ def _columns(batch: Batch, scheduler: Scheduler) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _plain(value: Any) -> Any:
-    return [tuple(entry.values()) for entry in value] if isinstance(value, list) else value
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The compared columns of an iteration, lists of structs as lists of tuples."""
+    return {
+        name: [tuple(entry.values()) for entry in row[name]] if isinstance(row[name], list) else row[name]
+        for name in COMPARED
+    }
 
 
 def _compare_tables(live: RunTables, ours: RunTables, matched: int) -> Agreement:

@@ -27,7 +27,10 @@ QUEUE_DELAY_S = 2.0
 """Sarathi-Serve (Sec. 5.1) calls a rate sustainable while the median scheduling delay stays within 2 s."""
 
 MOST_LOST = 0.01
-"""Share of measured requests that may end otherwise than finished (rejected as too long, aborted)."""
+"""Share of measured requests that may fail or be given up by their clients."""
+
+SPAN_OVER_BOUND = 30
+"""Length of a run over the bound on waiting in it: overload of 1 / 30 and more is always seen."""
 
 MOST_STEPS = 60
 
@@ -59,6 +62,16 @@ class Objective:
             raise ExperimentError(f"--queue-delay: found {queue_delay_s:g}, expected seconds above 0")
         return cls(slo, attainment, queue_delay_s)
 
+    def span_s(self) -> float:
+        """How long a run has to last so that a queue that never ends breaks a bound before load is a few per cent above
+        capacity: at a load of 1 + x the delay grows by x seconds a second."""
+        from metrics import parse_slo
+
+        waits = [SPAN_OVER_BOUND * bound.bound_s for bound in parse_slo(self.slo) if bound.metric in ("ttft", "e2e")]
+        # A median feels only half of what the last request waits.
+        waits += [2 * SPAN_OVER_BOUND * self.queue_delay_s] if self.queue_delay_s is not None else []
+        return max(waits, default=0.0)
+
     def spoken(self) -> str:
         """As people say it."""
         text = self.slo.replace(",", ", ").replace("=", " <= ")
@@ -76,6 +89,7 @@ class Probe:
     rate: float
     tightness: Mapping[str, float]
     measured: int = 0
+    rejected: int = 0
 
     @property
     def holds(self) -> bool:
@@ -175,11 +189,14 @@ def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> 
         tightness["attainment"] = missed / allowed if allowed else (math.inf if missed else 0.0)
     if objective.queue_delay_s is not None:
         tightness["queue delay"] = summary["scheduling_delay_s_p50"] / objective.queue_delay_s
-    # A request that was rejected or failed has no latency that could be too long; many of them must not count as met.
-    lost = 1 - summary["measured_finished"] / summary["measured"]
+    # Requests that ended otherwise have no latency that could be too long; many of them must not count as met. Those
+    # that are too long for the engine are rejected at any rate, and only counted.
+    status = tables.column("requests", "status")[wanted]
+    rejected = int((status == "rejected").sum())
+    lost = 1 - (summary["measured_finished"] + rejected) / summary["measured"]
     if lost > MOST_LOST:
         tightness["requests that did not finish"] = lost / MOST_LOST
-    return Probe(rate, tightness, summary["measured"])
+    return Probe(rate, tightness, summary["measured"], rejected)
 
 
 def _statistic(bound: Bound, summary: Mapping[str, Any], tables: RunTables, wanted: Any) -> float:
@@ -255,9 +272,18 @@ def search_draw(task: Mapping[str, Any], config: Any, cost: CostModel | None = N
         "limited_by": at_high.tightest if at_high else None,
         "output_tokens_per_s": bracket.rate * float(trace.output_tokens.mean()),
         "measured": bracket.probes[0].measured,
+        "rejected": bracket.probes[0].rejected,
         "probes": [asdict(probe) for probe in bracket.probes],
         **_engine_facts(trace, config, cost),
     }
+
+
+def run_saturated(task: Mapping[str, Any]) -> dict[str, Any]:
+    """The saturated rate of one draw under one setting; plain data in and out, for worker processes."""
+    from experiments.capacity_draws import draw_of
+    from experiments.sweep_point import replay_config
+
+    return {"rate": saturated_rate(draw_of(task["draws"], task["draw"]), replay_config(task))}
 
 
 def _engine_facts(trace: Trace, config: Any, cost: CostModel | None) -> dict[str, Any]:

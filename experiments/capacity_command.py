@@ -95,11 +95,13 @@ def capacity(
 
         print(json.dumps(json_ready({**study.as_dict(), "prices": _priced(study, prices, base)}), indent=2))
         return
-    _print_study(study, _priced(study, prices, base), plan)
+    _print_study(study, _priced(study, prices, base), dict(study.draws))
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any]) -> None:
     from rich.console import Console
+
+    from experiments.capacity import SPAN_OVER_BOUND
 
     console = Console(width=None if sys.stdout.isatty() else 200)
 
@@ -114,9 +116,17 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
         "of each measured in steady state; intervals: 95 % (Student's t over draws, brackets of "
         f"{study.tolerance:.1%} added)"
     )
+    spans = [plan["requests"] / setting.rate for setting in study.settings if setting.rates and setting.rate]
+    if spans and min(spans) < 0.5 * study.objective.span_s():
+        say(
+            f"note: at capacity a run lasts only {min(spans):.0f} s; with such bounds on waiting, overload of up to "
+            f"{study.objective.span_s() / SPAN_OVER_BOUND / min(spans):.0%} may go unseen: take more --requests"
+        )
     for setting in study.settings:
         if setting.error:
             say(f"{setting.label}: {setting.error}")
+        elif setting.rejected_share:
+            say(f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it and are left out")
     for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
         calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
         say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")

@@ -10,11 +10,15 @@ from statistics import fmean
 from typing import Any
 
 from experiments.capacity import Objective
+from experiments.capacity_draws import OWN
 from experiments.engines import Engine, ThisProcess
 from experiments.errors import ExperimentError
 from experiments.sweep_space import SweepSpec, Values, enumerate_points, task_of
 
 CONFIDENCE = 0.95
+
+MOST_REQUESTS = 20_000
+"""Of a draw that is made longer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class SettingCapacity:
     cost_model: str
     calibrated: bool
     measured: int
+    rejected_share: float = 0.0
     draws: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
     error: str = ""
 
@@ -92,6 +97,7 @@ class CapacityStudy:
                     "cost_model": setting.cost_model,
                     "calibrated": setting.calibrated,
                     "measured_per_probe": setting.measured,
+                    "rejected_share": setting.rejected_share,
                     "rates": list(setting.rates),
                     "error": setting.error,
                 }
@@ -121,13 +127,15 @@ def find_capacities(
 ) -> CapacityStudy:
     """The capacity of every combination of `axes` on top of `base` (names as in a sweep), over `count` draws.
 
-    draws: a plan of experiments.capacity_draws.draw_plan. The first draw of each setting searches from afar, the
-    others from what it found. Raises ExperimentError if no setting can be run at all.
+    draws: a plan of experiments.capacity_draws.draw_plan; draws get longer where a run would otherwise be too short to
+    tell a long queue from an endless one (not pieces of a trace, which are as long as they are). The first draw of each
+    setting searches from afar, the others from what it found. Raises ExperimentError if no setting can be run at all.
     """
     if not 1e-4 <= tolerance <= 0.5:
         raise ExperimentError(f"--tolerance: found {tolerance:g}, expected 0.0001 to 0.5")
     engine = engine or ThisProcess()
     settings = combinations(axes, base)
+    draws = _long_enough([task for _, _, task in settings], draws, objective, engine)
     tasks = [
         {**task, "kind": "capacity", "draws": dict(draws), "objective": asdict(objective), "tolerance": tolerance}
         for _, _, task in settings
@@ -161,6 +169,27 @@ def find_capacities(
     return CapacityStudy(objective, draws, tolerance, found)
 
 
+def _long_enough(
+    tasks: list[dict[str, Any]], draws: Mapping[str, Any], objective: Objective, engine: Engine
+) -> Mapping[str, Any]:
+    """The same plan with as many requests as the fastest setting serves in the objective's span."""
+    if draws["arrivals"] == OWN:
+        return draws
+    short = {**draws, "requests": min(draws["requests"], 200)}
+    if "file" not in draws["workload"]:
+        short["workload"] = {**draws["workload"], "requests": short["requests"]}
+    probes = {number: {**task, "kind": "saturated", "draws": short, "draw": 0} for number, task in enumerate(tasks)}
+    rates = [done["result"]["rate"] for _, done in engine.run(probes) if done["status"] == "ok"]
+    # A short burst fills and drains for much of its time, so it understates the rate.
+    needed = min(MOST_REQUESTS, math.ceil(1.25 * max(rates, default=0.0) * objective.span_s()))
+    if needed <= draws["requests"]:
+        return draws
+    longer = {**draws, "requests": needed}
+    if "file" not in draws["workload"]:
+        longer["workload"] = {**draws["workload"], "requests": needed}
+    return longer
+
+
 def combinations(axes: Mapping[str, Sequence[Any]], base: Values) -> list[tuple[str, Values, dict[str, Any]]]:
     """Every combination once: its label, its values, and the task of one replay."""
     from experiments.sweep_space import parse_sweep
@@ -191,5 +220,5 @@ def _setting(label: str, values: Values, results: list[Mapping[str, Any]]) -> Se
     return SettingCapacity(
         label, values, rates, Spread.of(rates).half_width + bracket, limits.most_common(1)[0][0], draws[0]["devices"],
         fmean(draw["output_tokens_per_s"] for draw in draws), draws[0]["cost_model"], draws[0]["calibrated"],
-        draws[0]["measured"], tuple(draws),
+        draws[0]["measured"], fmean(draw["rejected"] / draw["measured"] for draw in draws), tuple(draws),
     )  # fmt: skip

@@ -57,6 +57,8 @@ class Outcome:
     bubble_share: float | None = None
     bubble_share_by_cause: Mapping[str, float] = field(default_factory=dict)
     request_bubble_s_p50: float | None = None
+    request_bubble_s: Sequence[float] = ()
+    """Percentiles 0 to 100 of the bubble time of a request."""
 
 
 def deployments(chunk_size: int = 256) -> tuple[Deployment, ...]:
@@ -110,8 +112,8 @@ def run_deployment(deployment: Deployment, trace: Trace, cost: CostModel | None 
     if deployment.pp == 1:
         return Outcome(*shown)
     bubbles = find_bubbles(run.tables)
-    median = float(np.median(request_bubble_ns(run.tables, bubbles))) / 1e9
-    return Outcome(*shown, bubbles.share, bubbles.cause_shares, median)
+    percentiles = np.percentile(request_bubble_ns(run.tables, bubbles) / 1e9, range(101)).tolist()
+    return Outcome(*shown, bubbles.share, bubbles.cause_shares, percentiles[50], percentiles)
 
 
 def sarathi_pipeline(

@@ -18,7 +18,10 @@ Result = dict[str, Any]
 KINDS = {
     "point": "experiments.sweep_point:run_point",
     "capacity": "experiments.capacity:run_task",
+    "saturated": "experiments.capacity:run_saturated",
     "cluster_size": "experiments.cluster_size:run_task",
+    "experiment": "experiments.figure_files:run_task",
+    "claim": "experiments.claim:run_task",
 }
 """What a task's `kind` may be, and who does it."""
 

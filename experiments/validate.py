@@ -19,6 +19,8 @@ from experiments.agreement import Agreement, agreement, scheduler_of
 from experiments.drift import Probe, typical_speed
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
+from experiments.measured_times import Fed, feed, why_not_fed
+from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
 
 if TYPE_CHECKING:
@@ -35,7 +37,11 @@ DRY_LOAD = 1.15
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that defines a validation. rows: [first, last) of the trace. ensemble: models behind intervals."""
+    """Everything that defines a validation. rows: [first, last) of the trace. ensemble: models behind intervals.
+
+    bounds: largest chunk, decodes and context to profile beyond what the trace visits, for a model that is to be used
+    with other traces too.
+    """
 
     trace: str
     policies: tuple[str, ...]
@@ -46,6 +52,7 @@ class Settings:
     budget_s: float = 120.0
     ensemble: int = 12
     trace_format: str = "auto"
+    bounds: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -66,7 +73,8 @@ class Settings:
 
 @dataclass
 class Result:
-    """What a validation found; everything that its report says."""
+    """What a validation found; everything that its report says. fed: the simulator with measured durations, or why "
+    "not."""
 
     settings: Settings
     trace_name: str
@@ -77,6 +85,7 @@ class Result:
     comparisons: list[Comparison]
     rankings: list[Ranking]
     agreements: dict[str, Agreement]
+    fed: dict[str, Fed | str]
     iterations: Iterations
     lost: int
     ends: dict[str, int]
@@ -115,7 +124,7 @@ class Validation:
         """Requests per second when all of them arrive at once, the slice repeated until its tail hardly counts."""
         file = self.out / "capacity.json"
         if file.exists():
-            return float(_read(file)["requests_per_s"])
+            return float(read_json(file)["requests_per_s"])
         count = -(-3 * self.settings.engine.max_num_seqs // len(self.trace))
         repeated = _repeated(self.trace, count)
         self.say(f"capacity: {len(repeated)} requests at once, {self.policies[0].label}")
@@ -129,7 +138,7 @@ class Validation:
         rate = len(ends) / float(ends[-1])
         # Rejected requests arrive too, at no cost.
         arriving = rate * len(repeated) / len(ends)
-        _write(
+        write_json(
             file,
             {"requests_per_s": arriving, "requests": len(repeated), "num_blocks": run.config["num_blocks"],
              "makespan_s": float(ends[-1])},
@@ -155,6 +164,10 @@ class Validation:
             for policy in self.policies:
                 for share in (load, load * DRY_LOAD):
                     shapes += shapes_of_run(self._simulate(self._at(capacity, share), policy, crude).tables)
+        if self.settings.bounds is not None:
+            chunk, decodes, context = self.settings.bounds
+            context = min(context, self.live_side.max_model_len - 8)
+            shapes += Region.of_bounds(chunk=min(chunk, context), decodes=decodes, context=context).shapes
         plan = make_plan(
             Region.of(shapes), budget_s=self.settings.budget_s, seed=self.settings.engine.seed,
             provenance={"dry_run": f"{self.trace.name} under {', '.join(self.settings.policies)}"},
@@ -194,7 +207,7 @@ class Validation:
         for load in self.settings.loads:
             trace = self._at(capacity, load)
             for policy in self.policies:
-                folder = self._folder(load) / "simulated" / _file_name(policy.label)
+                folder = self._folder(load) / "simulated" / file_name(policy.label)
                 ensemble = folder.with_name(folder.name + ".ensemble.json")
                 if ensemble.exists():
                     continue
@@ -204,7 +217,7 @@ class Validation:
                     self._simulate(trace, policy, model.perturbed(seed)).summary
                     for seed in range(self.settings.ensemble)
                 ]
-                _write(ensemble, {"summaries": draws})
+                write_json(ensemble, {"summaries": draws})
 
     def serve(self, capacity: float, model: IterationModel, plan: MeasurementPlan) -> None:
         """Live runs, repeat by repeat through all policies, so that a slow hour hits them alike; probes in between."""
@@ -215,7 +228,7 @@ class Validation:
             for policy in self.policies
         ]
         todo = [turn for turn in turns if not self._live_folder(*turn).exists()]
-        blocks = int(_read(self.out / "capacity.json")["num_blocks"])
+        blocks = int(read_json(self.out / "capacity.json")["num_blocks"])
         for number, (repeat, load, policy) in enumerate(todo):
             if number == 0 or todo[number - 1][0] != repeat:
                 self._probe(model, plan, f"before repeat {repeat + 1}")
@@ -235,7 +248,7 @@ class Validation:
         from metrics import read_run, summarise
 
         result = Result(
-            self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {},
+            self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {}, {},
             Iterations(*(np.zeros(0) for _ in range(6))), 0, {},
         )  # fmt: skip
         speed = typical_speed(result.probes)
@@ -243,15 +256,16 @@ class Validation:
         for load in self.settings.loads:
             trace = self._at(capacity, load)
             for policy in self.policies:
-                folder = self._folder(load) / "simulated" / _file_name(policy.label)
+                folder = self._folder(load) / "simulated" / file_name(policy.label)
                 predicted = read_run(folder)
-                draws = _read(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
+                draws = read_json(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
                 rescaled = self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary
                 runs = []
                 for repeat in range(self.settings.repeats):
                     run = read_run(self._live_folder(repeat, load, policy))
                     name = f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
+                    result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
                     result.lost += len(trace) - run.rows("requests")
                     for status in run.column("requests", "status").tolist():
@@ -274,13 +288,13 @@ class Validation:
         config = ReplayConfig(
             policy=policy.name, knobs=policy.knobs, model=engine.model, gpu=str(self.out / "device.toml"),
             dtype=self._dtype(), token_budget=engine.token_budget, max_num_seqs=engine.max_num_seqs,
-            max_model_len=int(_read(self.out / "ceilings.json")["max_model_len"]), block_size=engine.block_size,
-            num_blocks=int(_read(self.out / "capacity.json")["num_blocks"]), seed=engine.seed,
+            max_model_len=int(read_json(self.out / "ceilings.json")["max_model_len"]), block_size=engine.block_size,
+            num_blocks=int(read_json(self.out / "capacity.json")["num_blocks"]), seed=engine.seed,
         )  # fmt: skip
         return replay(trace, config, cost=cost)
 
     def _dtype(self) -> str:
-        return str(_read(self.out / "ceilings.json")["dtype"])
+        return str(read_json(self.out / "ceilings.json")["dtype"])
 
     def _ceilings(self) -> None:
         """What the device can do at best: a hardware table, so that shares of its peak can be told."""
@@ -288,7 +302,7 @@ class Validation:
         if not file.exists():
             found, table = self.live_side.ceilings()
             (self.out / "device.toml").write_text(table, encoding="utf-8")
-            _write(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
+            write_json(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
 
     def _at(self, capacity: float, load: float) -> Trace:
         """The slice at a share of capacity."""
@@ -327,14 +341,14 @@ class Validation:
         return self.out / f"load-{load:g}"
 
     def _live_folder(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
-        return self._folder(load) / "live" / f"{_file_name(policy.label)}-{repeat + 1}"
+        return self._folder(load) / "live" / f"{file_name(policy.label)}-{repeat + 1}"
 
     def _claim_folder(self) -> None:
         file = self.out / "settings.json"
         ours = {"version": VERSION, **self.settings.as_dict()}
         ours.pop("repeats")  # more repeats may be asked for later
         if file.exists():
-            theirs = _read(file)
+            theirs = read_json(file)
             if theirs != ours:
                 key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
                 raise ExperimentError(
@@ -345,7 +359,7 @@ class Validation:
         if self.out.exists() and any(self.out.iterdir()):
             raise ExperimentError(f"{self.out}: found a folder with something else in it; choose another --out")
         self.out.mkdir(parents=True, exist_ok=True)
-        _write(file, ours)
+        write_json(file, ours)
 
 
 def _slice(settings: Settings) -> Trace:
@@ -370,27 +384,8 @@ def _repeated(trace: Trace, count: int) -> Trace:
     return trace.rearranged(order, np.zeros(len(order), np.int64))
 
 
-def _file_name(label: str) -> str:
-    return "".join(character if character.isalnum() or character in "-_." else "-" for character in label)
-
-
-def _write(file: Path, content: Any) -> None:
-    from metrics.run_folder import json_ready
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(json_ready(content), indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExperimentError(f"{file}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
-
-
 def settings_from(values: dict[str, Any]) -> Settings:
     """The inverse of `Settings.as_dict`."""
-    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in ("policies", "rows", "loads")}
+    names = [key for key in ("policies", "rows", "loads", "bounds") if values.get(key) is not None]
+    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in names}
     return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})

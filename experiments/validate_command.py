@@ -14,6 +14,7 @@ _WHAT, _ENGINE, _PROFILE = "What to compare", "Engine", "Profile"
 
 def register(app: typer.Typer) -> None:
     app.command("validate")(validate)
+    app.command("validate-full")(validate_full)
 
 
 def validate(
@@ -77,6 +78,45 @@ def validate(
     for line in in_short(result):
         print(f"- {line}")
     print(f"{result.took_s:.0f} s; report: {written[1]}")
+
+
+def validate_full(
+    traces: Annotated[list[Path], typer.Argument(help="Trace files.")],
+    models: Annotated[
+        str, typer.Option(help="Models, as nano,tiny; the quick ones first.", rich_help_panel=_WHAT)
+    ] = "nano",
+    policies: Annotated[str, typer.Option(help="Policies, or all.", rich_help_panel=_WHAT)] = "all",
+    load: Annotated[str, typer.Option(help="Shares of the measured capacity.", rich_help_panel=_WHAT)] = "0.6,0.9",
+    repeats: Annotated[int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT)] = 3,
+    limit: Annotated[int, typer.Option(help="Requests of each trace that are used.", rich_help_panel=_WHAT)] = 150,
+    skip: Annotated[int, typer.Option(help="Requests left out at each start.", rich_help_panel=_WHAT)] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = "auto",
+    threads: Annotated[int, typer.Option(help="Threads of the model; 0: PyTorch's own.", rich_help_panel=_ENGINE)] = 1,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
+    budget: Annotated[str, typer.Option(help="Time for measuring each profile.", rich_help_panel=_PROFILE)] = "300s",
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder. The same one goes on.")] = Path("runs/validate-full"),
+) -> None:
+    """Validate models x traces x policies x loads: hours, resumable, one report over all."""
+    from executor.commands_profile import seconds_of
+    from experiments.live_side import EngineChoice
+    from experiments.validate import Settings
+    from experiments.validate_full import parts_of, validate_all
+    from policies import policy_names
+
+    names = policy_names() if policies == "all" else [part for part in policies.split(",") if part.strip()]
+    base = Settings(
+        trace="", policies=tuple(names), loads=shares_of(load), repeats=repeats, rows=(skip, skip + limit),
+        budget_s=seconds_of(budget, "--budget"),
+        engine=EngineChoice(device=device, threads=threads or None, max_num_seqs=max_num_seqs, seed=seed),
+    )  # fmt: skip
+    parts = parts_of(base, traces, [name for name in models.split(",") if name.strip()])
+    try:
+        validate_all(parts, out, Say(False))
+    except KeyboardInterrupt:
+        print(f"interrupted; what is done is kept in {out}, the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"report: {out / 'report.html'}")
 
 
 class Say:

@@ -8,7 +8,7 @@ from torch import Tensor
 from executor.attention.base import AttentionBackend
 from executor.kv_cache import KVCache
 from executor.native.library import Pool, Work, native_library, native_reason
-from executor.step import Step
+from executor.step import Step, address
 from profiler.model_spec import ModelSpec
 
 
@@ -22,6 +22,8 @@ class NativeAttention(AttentionBackend):
         self._library = native_library()
         self._step: Step | None = None
         self._work = Work()
+        self._pool = self._work.pool
+        self._half = 0
 
     @classmethod
     def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
@@ -43,28 +45,31 @@ class NativeAttention(AttentionBackend):
         if step is not self._step:
             self._prepare(step, cache)
         work = self._work
-        work.pool.keys, work.pool.values = cache.keys(layer).data_ptr(), cache.values(layer).data_ptr()
+        pool = self._pool
+        pool.keys, pool.values = cache.addresses(layer)
         work.q, work.ldq = q.data_ptr(), q.stride(0)
         work.out, work.ldo = out.data_ptr(), out.stride(0)
-        self._library.ct_attend(work, int(cache.dtype == torch.bfloat16))
+        self._library.ct_attend(work, self._half)
 
     def _prepare(self, step: Step, cache: KVCache) -> None:
         """What all layers of one step share."""
         self._step = step
         self._work = Work(
             pool=Pool(None, None, cache.block_size, cache.kv_heads, cache.head_dim),
-            tables=step.tables.ctypes.data,
+            tables=address(step.tables),
             table_width=step.tables.shape[1],
             heads=self.heads,
             window=self.window,
             scale=self.scale,
             num_chunks=step.num_chunks,
             num_decodes=step.num_decodes,
-            chunk_row=step.chunk_row.ctypes.data,
-            chunk_tokens=step.chunk_tokens.ctypes.data,
-            chunk_prefix=step.chunk_prefix.ctypes.data,
-            chunk_table=step.chunk_table.ctypes.data,
-            decode_row=step.decode_row.ctypes.data,
-            decode_context=step.decode_context.ctypes.data,
-            decode_table=step.decode_table.ctypes.data,
+            chunk_row=address(step.chunk_row),
+            chunk_tokens=address(step.chunk_tokens),
+            chunk_prefix=address(step.chunk_prefix),
+            chunk_table=address(step.chunk_table),
+            decode_row=address(step.decode_row),
+            decode_context=address(step.decode_context),
+            decode_table=address(step.decode_table),
         )
+        self._pool = self._work.pool
+        self._half = int(cache.dtype == torch.bfloat16)

@@ -14,7 +14,7 @@ from executor.huge_pages import advise_huge_pages
 from executor.kernels.base import Kernels, Linear
 from executor.kv_cache import KVCache
 from executor.native.library import Rotation, native_library
-from executor.step import Step
+from executor.step import Step, address
 
 _STORE, _ADD, _SILU_MUL = 0, 1, 2
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -36,18 +36,20 @@ class NativeLinear(Linear):
         weight = weight.contiguous()
         library.ct_pack(weight.data_ptr(), k, n, k, int(gated), self.half, self.packed.data_ptr())
         self.bias = None if bias is None else _packed_bias(bias, self.panels, panel, gated)
+        self._packed_at = self.packed.data_ptr()
+        self._bias_at = None if self.bias is None else self.bias.data_ptr()
 
     def _run(self, x: Tensor, out: Tensor, epilogue: int) -> Tensor:
         self._library.ct_gemm(
             x.data_ptr(),
             x.stride(0),
             x.shape[0],
-            self.packed.data_ptr(),
+            self._packed_at,
             self.half,
             self.k,
             0,
             self.panels,
-            None if self.bias is None else self.bias.data_ptr(),
+            self._bias_at,
             out.data_ptr(),
             out.stride(0),
             self.columns,
@@ -84,6 +86,8 @@ class NativeKernels(Kernels):
             raise ExecutorError(f"native kernels run on a CPU; the device is {device}")
         super().__init__(device)
         self._library = native_library()
+        self._step: Step | None = None
+        self._rotation = Rotation()
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return NativeLinear(weight, bias, gated)
@@ -118,25 +122,27 @@ class NativeKernels(Kernels):
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> None:
-        rotation = Rotation(
-            qkv=qkv.data_ptr(),
-            ld=qkv.stride(0),
-            rows=step.rows,
-            positions=step.positions.ctypes.data,
-            slots=step.slots.ctypes.data,
-            cos=rope[0].data_ptr(),
-            sin=rope[1].data_ptr(),
-            half=rope[0].shape[1],
-            heads=qkv.shape[1] // cache.head_dim - 2 * cache.kv_heads,
-            kv_heads=cache.kv_heads,
-            head_dim=cache.head_dim,
-            block_size=cache.block_size,
-            q_norm=norms[0].data_ptr() if norms else None,
-            k_norm=norms[1].data_ptr() if norms else None,
-            eps=eps,
-            keys=cache.keys(layer).data_ptr(),
-            values=cache.values(layer).data_ptr(),
-        )
+        if step is not self._step:
+            # What all layers of one step share.
+            self._step = step
+            self._rotation = Rotation(
+                rows=step.rows,
+                positions=address(step.positions),
+                slots=address(step.slots),
+                cos=rope[0].data_ptr(),
+                sin=rope[1].data_ptr(),
+                half=rope[0].shape[1],
+                heads=qkv.shape[1] // cache.head_dim - 2 * cache.kv_heads,
+                kv_heads=cache.kv_heads,
+                head_dim=cache.head_dim,
+                block_size=cache.block_size,
+                eps=eps,
+            )
+        rotation = self._rotation
+        rotation.qkv, rotation.ld = qkv.data_ptr(), qkv.stride(0)
+        rotation.keys, rotation.values = cache.addresses(layer)
+        if norms is not None:
+            rotation.q_norm, rotation.k_norm = norms[0].data_ptr(), norms[1].data_ptr()
         self._library.ct_rotate_and_store(rotation, int(cache.dtype == torch.bfloat16))
 
     def argmax(self, logits: Tensor) -> Tensor:

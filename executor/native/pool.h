@@ -6,11 +6,13 @@
 // Helpers spin for a short while after a job, since the next one of the same step comes within microseconds, then sleep.
 #pragma once
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <mutex>
@@ -50,7 +52,10 @@ class ThreadPool {
         next_.store(0, std::memory_order_relaxed);
         open_.store(true);
         job_.fetch_add(1);
-        if (asleep_.load() > 0) syscall(SYS_futex, reinterpret_cast<uint32_t*>(&job_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        if (asleep_.load() > 0) {
+            keep_clear();
+            syscall(SYS_futex, reinterpret_cast<uint32_t*>(&job_), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        }
         take(body);
         open_.store(false);
         for (int spins = 0; inside_.load() != 0; ++spins) {
@@ -61,17 +66,37 @@ class ThreadPool {
     }
 
   private:
-    ThreadPool() = default;
+    ThreadPool() {
+        CPU_ZERO(&allowed_);
+        sched_getaffinity(0, sizeof allowed_, &allowed_);
+    }
 
     template <typename Body>
     void take(const Body& body) {
         for (long unit; (unit = next_.fetch_add(1, std::memory_order_relaxed)) < units_;) body(unit);
     }
 
+    // The kernel likes to wake a thread where its waker runs, and the two then share a core for many milliseconds:
+    // helpers may run anywhere but on the core that the caller is on.
+    void keep_clear() {
+        const int here = sched_getcpu();
+        if (here < 0 || here == clear_of_) return;
+        cpu_set_t elsewhere = allowed_;
+        CPU_CLR(here, &elsewhere);
+        if (CPU_COUNT(&elsewhere) < wanted_ - 1) return;
+        clear_of_ = here;
+        for (int i = 0; i < std::min(started_, MOST_HELPERS); ++i)
+            if (const int id = ids_[i].load()) sched_setaffinity(id, sizeof elsewhere, &elsewhere);
+    }
+
     void help(int number) {
+        if (number < MOST_HELPERS) ids_[number].store(int(syscall(SYS_gettid)));
         for (uint32_t seen = 0;;) {
             uint32_t job = job_.load();
-            for (int spins = 0; job == seen && spins < SPINS; ++spins, job = job_.load(std::memory_order_relaxed)) relax();
+            const auto began = std::chrono::steady_clock::now();
+            while (job == seen && std::chrono::steady_clock::now() - began < PATIENCE) {
+                for (int spins = 0; job == seen && spins < 64; ++spins, job = job_.load(std::memory_order_relaxed)) relax();
+            }
             if (job == seen) {
                 asleep_.fetch_add(1);
                 syscall(SYS_futex, reinterpret_cast<uint32_t*>(&job_), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
@@ -88,9 +113,15 @@ class ThreadPool {
         }
     }
 
-    static constexpr int SPINS = 1500;  // about 50 microseconds
+    // Longer than the host work between two steps: a helper that fell asleep is often woken on the caller's own core.
+    static constexpr std::chrono::microseconds PATIENCE{300};
+
+    static constexpr int MOST_HELPERS = 256;
 
     std::mutex caller_;
+    cpu_set_t allowed_;
+    int clear_of_ = -1;
+    std::atomic<int> ids_[MOST_HELPERS] = {};
     std::atomic<int> wanted_{1};
     int started_ = 0;
     void (*call_)(const void*, long) = nullptr;

@@ -14,6 +14,7 @@ from experiments.agreement import agreement, scheduler_of
 from experiments.document import Heading, Table, Text, as_html, as_markdown
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
+from experiments.measured_times import Fed
 from experiments.validate import Settings, Validation, settings_from
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
 from experiments.validate_report import write_report
@@ -41,7 +42,7 @@ def small_trace(path: Path, count: int = 14) -> Path:
 @pytest.mark.slow
 def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -> None:
     settings = Settings(
-        trace=str(small_trace(tmp_path)), policies=POLICIES, rows=(0, 14), repeats=1, budget_s=8.0, ensemble=2,
+        trace=str(small_trace(tmp_path)), policies=POLICIES, rows=(0, 14), repeats=1, budget_s=5.0, ensemble=2,
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=6, token_budget=256),
     )  # fmt: skip
     out = tmp_path / "out"
@@ -52,6 +53,9 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
         assert found.exact, (name, found.divergence)
         assert found.share == 1.0
         assert found.requests == found.requests_matched == 14
+        fed = result.fed[name]
+        assert isinstance(fed, Fed), fed
+        assert fed.exact, (name, fed.divergence)
     assert result.lost == 0
     # One prompt is longer than the model, and one is longer than the budget for a policy that takes prompts whole.
     assert result.ends == {"finished": 14 * len(POLICIES) - 4, "rejected": 4}

@@ -176,11 +176,14 @@ def _one_micro_batch_a_request(result, chase):
     table = result.tables.table("iterations").to_pydict()
     planned, ends = to_ns(table["planned_s"]), to_ns(table["end_s"])
     assert ends.tolist() == sorted(ends.tolist())
+    requests = result.tables.table("requests").to_pydict()
+    # A victim's part in flight is dropped, so it may be planned again at once.
+    victims = {row for row, times in zip(requests["request"], requests["preemptions"]) if times}
     in_flight_until: dict[int, int] = {}
     cohort_until: dict[int, int] = {}
     for at, chunks in enumerate(table["chunks"]):
         for chunk in chunks:
-            if not chase:
+            if not chase and chunk["request"] not in victims:
                 assert in_flight_until.get(chunk["request"], 0) <= planned[at]
             in_flight_until[chunk["request"]] = ends[at]
         for cohort in table["cohorts"][at]:

@@ -1,0 +1,153 @@
+"""One command on the day a device is there: are its kernels right, how fast is it, what do iterations cost, does the
+prediction hold? Each stage's result is on disk as soon as it exists, and a second start goes on where the first ended.
+
+The live part is a validation like any other (experiments.validate) on a generated trace, so that nothing but the
+program is needed on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.document import Block, Bullets, Heading, Table, write_document
+from experiments.errors import ExperimentError
+from experiments.live_side import EngineChoice
+from experiments.validate import Settings, Validation
+from experiments.validate_report import as_dict, blocks, in_short
+
+if TYPE_CHECKING:
+    from experiments.validate import Result
+
+MAX_BYTES = 16 << 20
+PROFILE_SHARE = 0.4
+"""Of the whole budget. The rest is for self-tests, capacity, live runs and probes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is to be calibrated. budget_s: for everything, loading the model left aside. requests: of the live runs."""
+
+    engine: EngineChoice
+    policies: tuple[str, ...] = ("chunked", "prefill_priority")
+    budget_s: float = 240.0
+    requests: int = 60
+    repeats: int = 2
+    prompt: str = "lognormal:512,1.0,16,2000"
+    output: str = "lognormal:96,0.8,4,400"
+
+
+def calibrate(what: Calibration, out: Path, say: Callable[[str], None]) -> Result:
+    """Every stage that is not done yet; raises ExperimentError if a kernel that is in use gives wrong answers."""
+    out.mkdir(parents=True, exist_ok=True)
+    validation = Validation(settings_of(what, out), out / "validation", say=say)
+    checks = self_tests(validation, out, say)
+    result = validation.run()
+    shutil.copyfile(validation.out / "model.json", out / "model.json")
+    shutil.copyfile(validation.out / "device.toml", out / "device.toml")
+    write_report(result, checks, out)
+    slim(out, say)
+    return result
+
+
+def settings_of(what: Calibration, out: Path) -> Settings:
+    """The validation behind a calibration; its trace is generated once."""
+    from workloads import generate, write_trace
+
+    trace = out / "trace.csv"
+    if not trace.exists():
+        made = generate(
+            requests=what.requests, arrivals="poisson:1", prompt=what.prompt, output=what.output, seed=what.engine.seed
+        )
+        write_trace(made, trace)
+    on_cpu = what.engine.device == "cpu"
+    return Settings(
+        trace=str(trace), policies=what.policies, engine=what.engine, rows=(0, what.requests), repeats=what.repeats,
+        budget_s=PROFILE_SHARE * what.budget_s, ensemble=8,
+        bounds=(512, what.engine.max_num_seqs, 2048) if on_cpu else (2048, max(256, what.engine.max_num_seqs), 8192),
+    )  # fmt: skip
+
+
+def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Kernels against the reference in float64. One that is in use and fails stops everything."""
+    file = out / "self_test.json"
+    if file.exists():
+        return list(json.loads(file.read_text(encoding="utf-8")))
+    from executor.self_test import self_test
+
+    loaded = validation.live_side.loaded
+    say(f"self-test: kernels of {loaded.device}, {loaded.dtype}")
+    checks = [check.as_dict() for check in self_test(loaded.device, loaded.dtype, loaded.spec)]
+    used = {str(loaded.describe()[key]) for key in ("attention", "kernels")}
+    for check in checks:
+        wrong = not check["passed"] and check["error"] == check["error"]
+        if wrong and check["kernel"] in used:
+            raise ExperimentError(
+                f"self-test: {check['kernel']} on {check['case']}: error {check['error']:.2e}, allowed "
+                f"{check['tolerance']:.2e}; nothing was measured (choose another with --attention or --kernels)"
+            )
+    part = file.with_name(file.name + ".part")
+    part.write_text(json.dumps([_plain(check) for check in checks], indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+    return checks
+
+
+def write_report(result: Result, checks: list[dict[str, Any]], out: Path) -> list[Path]:
+    """report.md, report.html and report.json: self-tests and ceilings, then the validation."""
+    ceilings = json.loads((out / "validation" / "ceilings.json").read_text(encoding="utf-8"))
+    story: list[Block] = [
+        Heading(f"Calibration: {result.settings.engine.model} on {ceilings['device']}", 1),
+        Bullets(in_short(result)),
+        Heading("The device"),
+        Table(
+            ("measured", "value"),
+            [
+                ("copy bandwidth, both ways counted", f"{ceilings['copy_bytes_per_s'] / 1e9:,.1f} GB/s"),
+                (f"matrix rate, {ceilings['dtype']}", f"{ceilings['matrix_flops'] / 1e12:,.3f} TFLOP/s"),
+            ],
+        ),
+        Heading("Kernels against the reference"),
+        Table(
+            ("kernel", "case", "error", "allowed", "result"),
+            [
+                (
+                    check["kernel"], check["case"], _number(check["error"]), f"{check['tolerance']:.0e}",
+                    "right" if check["passed"] else check["reason"] or "wrong",
+                )
+                for check in checks
+            ],
+            {"right": "good", "wrong": "bad"},
+        ),
+    ]  # fmt: skip
+    found = blocks(result)
+    story += [replace(found[0], level=2) if isinstance(found[0], Heading) else found[0], *found[1:]]
+    written = write_document(out, "report", story)
+    content = {**as_dict(result), "self_test": [_plain(check) for check in checks], "ceilings": ceilings}
+    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return written
+
+
+def slim(out: Path, say: Callable[[str], None]) -> None:
+    """Keep the folder under 16 MiB: what only explains goes first (figures for print, then the runs' stage tables)."""
+    for pattern in ("**/figures/*.pdf", "**/stages.parquet", "**/tokens.parquet"):
+        if folder_bytes(out) <= MAX_BYTES:
+            return
+        removed = [path.unlink() for path in out.glob(pattern)]
+        say(f"removed {len(removed)} files ({pattern}) to stay under {MAX_BYTES >> 20} MiB")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of everything in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _number(value: Any) -> str:
+    return f"{value:.1e}" if isinstance(value, float) and value == value else "-"
+
+
+def _plain(check: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if value != value else value for key, value in check.items()}

@@ -1,0 +1,67 @@
+"""`python -m experiments calibrate`: from an unknown device to a fitted and validated cost model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate_command)
+
+
+def calibrate_command(
+    model: Annotated[
+        str, typer.Option(help="Model, as the executor takes it; a spec's name has random weights.")
+    ] = "nano",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder; the same one goes on.")] = Path("calib"),
+    budget: Annotated[str, typer.Option(help="Time for everything but loading the model, as 240s.")] = "240s",
+    policies: Annotated[str, typer.Option(help="Policies of the live replay.")] = "chunked,prefill_priority",
+    requests: Annotated[int, typer.Option(help="Requests of the live replay.")] = 60,
+    repeats: Annotated[int, typer.Option(help="Live runs of each policy.")] = 2,
+    prompt: Annotated[str, typer.Option(help="Prompt lengths, see `python -m workloads generate`.")] = (
+        "lognormal:512,1.0,16,2000"
+    ),
+    output: Annotated[str, typer.Option(help="Answer lengths.")] = "lognormal:96,0.8,4,400",
+    dtype: Annotated[str, typer.Option(help="Weights; auto is float32 on a CPU.")] = "auto",
+    kernels: Annotated[str, typer.Option(help="Kernel set.")] = "auto",
+    attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads of a CPU; one by default, 0 for PyTorch's own.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts, trace and plan.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Self-test, ceilings, profile, fit, live replay under two policies, report, and a fitted model to ship."""
+    from executor.commands_profile import seconds_of
+    from executor.loading import pick_device
+    from experiments.calibrate import Calibration, calibrate, folder_bytes
+    from experiments.live_side import EngineChoice
+    from experiments.validate_command import Say
+    from experiments.validate_report import as_dict, in_short
+
+    place = str(pick_device(device))
+    if threads is None:
+        threads = 1 if place == "cpu" else 0
+    what = Calibration(
+        engine=EngineChoice(
+            model=model, device=place, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
+            block_size=block_size, max_num_seqs=max_num_seqs, seed=seed,
+        ),
+        policies=tuple(part for part in policies.split(",") if part.strip()),
+        budget_s=seconds_of(budget, "--budget"), requests=requests, repeats=repeats, prompt=prompt, output=output,
+    )  # fmt: skip
+    result = calibrate(what, out, Say(as_json))
+    if as_json:
+        print(json.dumps(as_dict(result), indent=2))
+        return
+    for line in in_short(result):
+        print(f"- {line}")
+    print(
+        f"{result.took_s:.0f} s, {folder_bytes(out) / 2**20:.1f} MiB; report: {out / 'report.html'}; use it with "
+        f"`--gpu {out / 'device.toml'} --cost-model {out / 'model.json'}`"
+    )

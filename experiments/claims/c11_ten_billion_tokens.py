@@ -1,0 +1,49 @@
+"""What a large service is in machines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from experiments.claim import Finding, holds_under
+
+CLAIM = "A service handles ten billion tokens a day (how many GPUs is that?)."
+TOKENS_PER_DAY = 10e9
+SLO = "ttft_p99=2,tbt_p99=0.2"
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"model": "llama-3.1-8b", "gpu": "h100", "tp": 1},
+    {"model": "llama-3.1-8b", "gpu": "a100", "tp": 1},
+    {"model": "llama-3.1-70b", "gpu": "h100", "tp": 4},
+)
+PEAK_OVER_MEAN = 2.0
+"""Of a day's load; an assumption, since the claim says nothing of it."""
+
+
+def run(quick: bool) -> Finding:
+    from experiments.capacity import Objective
+    from experiments.capacity_draws import draw_plan
+    from experiments.capacity_study import find_capacities
+    from workloads.example import OUTPUT, PROMPT, example_trace
+
+    trace = example_trace()
+    per_request = float(trace.prompt_tokens.mean() + trace.output_tokens.mean())
+    rate = TOKENS_PER_DAY / 86_400 / per_request
+    lengths = {"prompt": PROMPT, "output": OUTPUT, "stratified": True}
+    draws = draw_plan(lengths, arrivals="poisson", requests=200 if quick else 800, draws=3, seed=10)
+    rows, costs = [], []
+    for engine in ENGINES:
+        study = find_capacities({"policy": ["vllm_v1"]}, {**engine, "async_scheduling": True}, draws, Objective.of(SLO),
+                                count=2 if quick else 3, tolerance=0.02)  # fmt: skip
+        found = study.settings[0]
+        replicas = math.ceil(rate / found.rate)
+        rows.append({"engine": f"{engine['model']} on {engine['tp']} x {engine['gpu']}", "requests_per_s": found.rate,
+                     "half_width": found.half_width, "gpus": replicas * engine["tp"],
+                     "gpus_at_peak": math.ceil(PEAK_OVER_MEAN * rate / found.rate) * engine["tp"]})  # fmt: skip
+        costs.append(found.cost_model)
+    ours = f"{TOKENS_PER_DAY / 86_400:,.0f} tokens/s, {rate:.0f} requests/s of {per_request:,.0f} tokens: " + "; ".join(
+        f"{row['engine']}: {row['gpus']} GPUs at an even load, {row['gpus_at_peak']} for a peak of twice the mean"
+        for row in rows
+    )
+    verdict = holds_under(f"{rows[0]['gpus']} to {max(row['gpus_at_peak'] for row in rows)} GPUs, by model and peak")
+    setting = f"Azure-like conversation, Poisson arrivals, vllm_v1, {SLO}; prompt and output tokens counted together"
+    return Finding(setting, ours, verdict, costs, {"rows": rows, "requests_per_s": rate})

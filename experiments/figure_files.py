@@ -1,0 +1,102 @@
+"""An experiment run and written down: PDF, PNG and SVG in both column widths, the CSV behind them, the verdict."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.errors import ExperimentError
+from experiments.experiment import Result, Rows, load_experiment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("pdf", "png", "svg")
+WIDTHS = {"": "SINGLE_COLUMN_IN", "-wide": "DOUBLE_COLUMN_IN"}
+
+
+def run_experiment(name: str, out: str | Path, *, quick: bool = False) -> dict[str, Any]:
+    """Run one experiment and write OUT/NAME/NAME.{pdf,png,svg}, NAME-wide.*, NAME[-table].csv and NAME.json.
+
+    Returns what NAME.json holds. Raises ExperimentError for an unknown name or a folder that cannot be written.
+    """
+    module = load_experiment(name)
+    began = time.perf_counter()
+    result: Result = module.run(quick)
+    facts = {
+        "experiment": name,
+        "question": module.QUESTION,
+        "source": module.SOURCE,
+        "quick": quick,
+        **result.as_dict(),
+        "wall_s": round(time.perf_counter() - began, 1),
+    }
+    folder = Path(out) / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _draw(module.draw, result, folder, name)
+        for table, rows in result.tables.items():
+            suffix = "" if table == name or len(result.tables) == 1 else f"-{table}"
+            _write(folder / f"{name}{suffix}.csv", _csv(rows).encode())
+        text = json.dumps(_plain(facts), indent=2, ensure_ascii=False) + "\n"
+        _write(folder / f"{name}.json", text.encode())
+    except OSError as error:
+        raise ExperimentError(f"{folder}: cannot be written: {error.strerror}") from None
+    return facts
+
+
+def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
+    """One experiment as work for another process."""
+    return run_experiment(task["experiment"], task["out"], quick=task["quick"])
+
+
+def _draw(draw: Any, result: Result, folder: Path, name: str) -> None:
+    import metrics.figure_style as style
+
+    with style.house_style():
+        for suffix, width in WIDTHS.items():
+            figure = draw(result, getattr(style, width))
+            for kind in FORMATS:
+                _write(folder / f"{name}{suffix}.{kind}", _picture(figure, kind))
+
+
+def _picture(figure: Figure, kind: str) -> bytes:
+    import matplotlib
+
+    buffer = io.BytesIO()
+    # Without dates and random ids the same result gives the same bytes. Glyphs go into an SVG as paths.
+    dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with matplotlib.rc_context({"svg.hashsalt": "charioteer", "svg.fonttype": "path"}):
+        figure.savefig(buffer, format=kind, metadata=dates.get(kind))
+    return buffer.getvalue()
+
+
+def _csv(rows: Rows) -> str:
+    buffer = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(buffer, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+def _plain(value: Any) -> Any:
+    from metrics.run_folder import json_ready
+
+    return json_ready(value)
+
+
+def _write(file: Path, content: bytes) -> None:
+    scratch = file.with_name(f".{file.name}.part")
+    scratch.write_bytes(content)
+    os.replace(scratch, file)

@@ -1,0 +1,128 @@
+"""A page of all figures: each with its question, verdict, and the papers' numbers beside ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import ExperimentError
+
+LARGEST_PNG = 150_000
+"""Bytes; the narrow picture stands in for a wide one that is larger."""
+
+HEAD = """# Gallery
+
+Each figure below is measured by `python -m experiments run all` and can be made again from one command and one file of
+`experiments/figures/`. Papers' numbers stand beside ours only to compare: no cost model is fitted to them. *Holds*
+means that all which the paper says there and we check comes out here too; *holds in part* says how much of it does.
+A cost model called `roofline` knows nothing but specifications (docs/costs.md); `fitted` ones rest on measured kernels.
+"""
+
+CLAIMS_HEAD = (
+    "Numbers that are often said about scheduling, held against our own runs (`python -m experiments claims`). Where a "
+    "claim names no setting, the mildest one under which it can be judged was taken."
+)
+
+
+def write_gallery(results: Path, out: Path, claims_file: Path | None = None) -> int:
+    """Write `out` and the pictures beside it (folder of its name); returns how many figures. ExperimentError if none.
+
+    claims_file: what `claims --out` wrote, for a table at the end.
+    """
+    claims: list[dict[str, Any]] = []
+    if claims_file is not None:
+        try:
+            claims = json.loads(claims_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ExperimentError(f"{claims_file}: cannot be read: {error}") from None
+    found = sorted(results.glob("*/*.json")) if results.is_dir() else []
+    rows = [content for file in found if (content := _read(file)) is not None]
+    if not rows:
+        raise ExperimentError(f"{results}: found no results, expected those of `python -m experiments run all`")
+    pictures = out.with_suffix("")
+    try:
+        pictures.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            name = row["experiment"]
+            shutil.copyfile(_picture(results / name, name), pictures / f"{name}.png")
+        out.write_text(_page(rows, claims, pictures.name), encoding="utf-8")
+    except OSError as error:
+        raise ExperimentError(f"{out}: cannot be written: {error.strerror}") from None
+    return len(rows)
+
+
+def _page(figures: Sequence[Mapping[str, Any]], claims: Sequence[Mapping[str, Any]], folder: str) -> str:
+    lines = [HEAD, "| figure | verdict | costs |", "|---|---|---|"]
+    for row in figures:
+        costs = "<br>".join(row["cost_models"])
+        lines.append(f"| [{row['experiment']}](#{row['experiment']}) | {row['verdict']} | {costs} |")
+    for row in figures:
+        lines += ["", *_section(row, folder)]
+    if claims:
+        lines += [
+            "",
+            "## Claims",
+            "",
+            CLAIMS_HEAD,
+            "",
+            "| claim | setting | ours | verdict | costs |",
+            "|---|---|---|---|---|",
+        ]
+        for row in claims:
+            costs = "<br>".join(dict.fromkeys(row["cost_models"]))
+            lines.append(f"| {row['says']} | {row['setting']} | {row['ours']} | **{row['verdict']}** | {costs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(row: Mapping[str, Any], folder: str) -> list[str]:
+    name = row["experiment"]
+    lines = [
+        f"## {name}",
+        "",
+        f"{row['question']} ({row['source']})",
+        "",
+        f"![{row['question']}]({folder}/{name}.png)",
+        "",
+        f"**{row['verdict'][0].upper()}{row['verdict'][1:]}.** `python -m experiments run {name}`"
+        + (" (quick)" if row["quick"] else ""),
+        "",
+    ]
+    lines += [f"- {'yes' if check['holds'] else '**no**'}: {check['text']}" for check in row["checks"]]
+    if row["comparisons"]:
+        lines += ["", "| | ours | paper | difference |", "|---|---|---|---|"]
+        for each in row["comparisons"]:
+            unit = f" {each['unit']}" if each["unit"] else ""
+            lines.append(
+                f"| {each['what']} ({each['source']}) | {each['ours']:.4g}{unit} | {each['paper']:.4g}{unit} | "
+                f"{each['ratio'] - 1:+.0%} |"
+            )
+    lines += ["", "Setting: " + "; ".join(f"{key} {_spoken(value)}" for key, value in row["setting"].items()) + "."]
+    if row["note"]:
+        lines += ["", row["note"]]
+    return lines
+
+
+def _spoken(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spoken(inner)}" for key, inner in value.items()) + "}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _picture(folder: Path, name: str) -> Path:
+    """The wide picture if it is small enough, else the narrow one."""
+    for suffix in ("-wide", ""):
+        file = folder / f"{name}{suffix}.png"
+        if file.exists() and file.stat().st_size <= LARGEST_PNG:
+            return file
+    raise ExperimentError(f"{folder}: found no picture of at most {LARGEST_PNG:,} bytes")
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExperimentError(f"{file}: cannot be read: {error}") from None
+    return content if isinstance(content, dict) and "experiment" in content else None

@@ -1,0 +1,115 @@
+"""Many validations in one folder: models x traces, all policies and loads; resumable, with one report over all of "
+"them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.document import Block, Bullets, Heading, Table, Text, write_document
+from experiments.validate import Settings, Validation
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
+from experiments.validate_report import MARKS, in_short, write_report
+
+if TYPE_CHECKING:
+    from experiments.validate import Result
+
+SUMMED = ("ttft_s_mean", "tpot_s_mean", "tpot_s_p90", "e2e_s_mean", "e2e_s_p90")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One validation of the whole: its folder's name and its settings."""
+
+    name: str
+    settings: Settings
+
+
+def parts_of(base: Settings, traces: Sequence[Path], models: Sequence[str]) -> list[Part]:
+    """Every model with every trace; the quick ones first."""
+    return [
+        Part(
+            f"{model}-{trace.name.partition('.')[0]}",
+            replace(base, trace=str(trace), engine=replace(base.engine, model=model)),
+        )
+        for model in models
+        for trace in traces
+    ]
+
+
+def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -> list[tuple[Part, Result]]:
+    """Each part in its own folder; what is done is not done again. The overall report is written after every part, so
+    that an interrupted run leaves one too."""
+    done: list[tuple[Part, Result]] = []
+    for number, part in enumerate(parts):
+
+        def say_part(text: str, number: int = number, part: Part = part) -> None:
+            say(f"[{number + 1} of {len(parts)}, {part.name}] {text}")
+
+        result = Validation(part.settings, out / part.name, say=say_part).run()
+        write_report(result, out / part.name)
+        done.append((part, result))
+        write_overall(done, out, len(parts))
+    return done
+
+
+def write_overall(done: Sequence[tuple[Part, Result]], out: Path, total: int) -> list[Path]:
+    """report.md, report.html and report.json over all parts done so far."""
+    written = write_document(out, "report", overall(done, total))
+    content = {part.name: {"in_short": in_short(result)} for part, result in done}
+    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return written
+
+
+def overall(done: Sequence[tuple[Part, Result]], total: int) -> list[Block]:
+    """Counts over everything, errors by part and policy, and each part's findings."""
+    rows = [row for _, result in done for row in result.comparisons if row.verdict]
+    count = {name: sum(row.verdict == name for row in rows) for name in (WITHIN_AIM, WITHIN_SPREAD, OUTSIDE)}
+    agreements = [found for _, result in done for found in result.agreements.values()]
+    batches = sum(found.iterations for found in agreements)
+    matched = sum(found.matched for found in agreements)
+    rankings = [found for _, result in done for found in result.rankings]
+    lost = sum(result.lost for _, result in done)
+    story: list[Block] = [
+        Heading("Predictions held against live runs", 1),
+        Text(f"{len(done)} of {total} parts are done. Each part has a report of its own in its folder."),
+        Bullets(
+            [
+                f"Aims: {count[WITHIN_AIM]} of {len(rows)} statistics within the aim, {count[WITHIN_SPREAD]} more "
+                "within "
+                f"the live repeats' own spread, {count[OUTSIDE]} outside.",
+                f"Batch agreement: {matched:,} of {batches:,} live batches planned again; "
+                f"{sum(found.exact for found in agreements)} of {len(agreements)} runs exact to the last token.",
+                f"Ranking: {sum(found.agreed for found in rankings)} of {sum(found.decided for found in rankings)} "
+                "decided "
+                "pairs of policies in the live order.",
+                f"Lost requests: {lost}.",
+            ]
+        ),
+        Heading("Errors"),
+        errors_table(done),
+    ]
+    for part, result in done:
+        story += [Heading(part.name), Bullets(in_short(result))]
+    return story
+
+
+def errors_table(done: Sequence[tuple[Part, Result]]) -> Table:
+    """Predicted over live, minus 1, and the live spread in brackets; one row per part, load and policy."""
+    lines: list[Sequence[str]] = []
+    for part, result in done:
+        found: dict[tuple[float, str], dict[str, Any]] = {}
+        for row in result.comparisons:
+            found.setdefault((row.load, row.policy), {})[row.statistic] = row
+        for (load, policy), by_statistic in found.items():
+            cells = []
+            for statistic in SUMMED:
+                row = by_statistic.get(statistic)
+                cells.append("" if row is None else f"{row.error:+.1%} ({row.spread:.1%})")
+            verdicts = {row.verdict for row in by_statistic.values()}
+            worst = OUTSIDE if OUTSIDE in verdicts else WITHIN_SPREAD if WITHIN_SPREAD in verdicts else WITHIN_AIM
+            lines.append((f"{part.name}, {load:.0%}, {policy}", *cells, worst))
+    return Table(("part, load, policy", *SUMMED, "worst verdict"), lines, MARKS)
