@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,15 +65,23 @@ class Decodes(NamedTuple):
     context_max: int
 
 
-@dataclass(slots=True)
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
 
+    The draft that a policy wrote on becomes the batch, so it is made by `policies.draft.Draft`.
+
     parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
-    that samples a token. grown: (cohort, step, members decoded) for every cohort whose token times this batch extends.
+    that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
+    with this batch stands there with size 0.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
     swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
+
+    __slots__ = (
+        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
+        "chunks", "decodes", "dummy_tokens", "grown", "joins", "new_blocks", "number", "only_now", "parts",
+        "planned_ns", "preempted", "shape", "swap_in", "swap_out",
+    )  # fmt: skip
 
     number: int
     planned_ns: int
@@ -85,6 +92,6 @@ class Batch:
     new_blocks: Sequence[tuple[int, int, int]]
     cached_tokens: int
     joins: list[tuple[Track, int]]
-    grown: list[tuple[Cohort, int, int]]
-    swap_out: Sequence[Move] = ()
-    swap_in: Sequence[Move] = ()
+    grown: list[Decodes]
+    swap_out: Sequence[Move]
+    swap_in: Sequence[Move]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from policies.batch import BatchShape, Chunk, Decodes
+from policies.batch import Batch, BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
 from policies.errors import PolicyError
 from policies.request import Ns
@@ -21,24 +21,29 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 60
 
+# A named tuple made without its own constructor, which costs more than all the rest of a grant.
+_new = tuple.__new__
 
-class Draft:
-    """One plan. budget_left: tokens that may still be granted. preempted: victims of this plan so far.
+
+class Draft(Batch):
+    """One plan; what it has been granted when the policy returns is the batch.
+
+    budget_left: tokens that may still be granted. preempted: victims of this plan so far. parts, chunks: the grants.
 
     only_now: the policy said that this plan holds for this moment only.
     """
 
-    __slots__ = (
-        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
-        "chunks", "decodes", "dummy_tokens", "now_ns", "only_now", "parts", "preempted",
-    )  # fmt: skip
+    # Not one slot of its own: a batch is a draft whose class has been changed.
+    __slots__ = ()
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
         self._scheduler = scheduler
-        self.now_ns = now_ns
+        self.planned_ns = now_ns
         self.budget_left = scheduler.token_budget
         self.parts: list[Chunk | Decodes] = []
         self.chunks: list[Chunk] = []
+        self.grown: list[Decodes] = []
+        self.joins: list[tuple[Track, int]] = []
         self.preempted: list[Track] = []
         self.decodes = 0
         self.dummy_tokens = 0
@@ -80,7 +85,9 @@ class Draft:
         self._context_total += total
         if deepest > self._context_max:
             self._context_max = deepest
-        self.parts.append(Decodes(cohort, step, size, total, deepest))
+        part = _new(Decodes, (cohort, step, size, total, deepest))
+        self.parts.append(part)
+        self.grown.append(part)
         return size
 
     def decode_all(self, at_most: int | None = None, *, first_to_go: Callable[[Track], Any] | None = None) -> int:
@@ -160,7 +167,7 @@ class Draft:
                 return 0
         swap = scheduler.swap
         shared = 0 if swap is None else ledger.shared_blocks(track, cached)
-        scheduler.start(track, cached, self.now_ns)
+        scheduler.start(track, cached, self.planned_ns)
         if not held:
             ledger.admit(track, cached)
         ledger.extend(track, taken)
@@ -229,19 +236,36 @@ class Draft:
         return self.decodes + sum([chunk[1] for chunk in self.chunks])
 
     @property
-    def shape(self) -> BatchShape:
+    def shape(self) -> BatchShape:  # type: ignore[override]
         """The batch as it stands, for `host.estimate_ns`."""
-        decodes = self.decodes
-        return BatchShape(
-            tuple([(chunk[1], chunk[2]) for chunk in self.chunks]),
-            decodes,
-            self._context_total,
-            self._context_max,
-            self.dummy_tokens,
-            decodes + self._sampled,
-        )
+        return self._shape_so_far()
 
-    # How grants are booked and undone
+    # How it becomes the batch, and how grants are booked and undone
+
+    def _finish(self, number: int) -> Batch:
+        """The plan is done: this very object, without the right to ask for more."""
+        shape = self._shape_so_far()
+        self.__class__ = Batch  # type: ignore[assignment]
+        self.number = number
+        self.shape = shape  # type: ignore[misc]
+        self.new_blocks = self.swap_out = self.swap_in = ()
+        return self
+
+    def _shape_so_far(self) -> BatchShape:
+        chunks, decodes = self.chunks, self.decodes
+        if not chunks:
+            pairs: tuple[tuple[int, int], ...] = ()
+        elif len(chunks) == 1:
+            pairs = (chunks[0][1:3],)
+        else:
+            pairs = tuple([chunk[1:3] for chunk in chunks])
+        return _new(
+            BatchShape,
+            (
+                pairs, decodes, self._context_total, self._context_max, self.dummy_tokens, decodes + self._sampled,
+                0,
+            ),
+        )  # fmt: skip
 
     def _refuse_if_not_chased(self, cohort: Cohort) -> None:
         scheduler = self._scheduler
@@ -264,7 +288,7 @@ class Draft:
         self.budget_left -= tokens
         samples = context == track.own_known
         self._sampled += samples
-        chunk = Chunk(track, tokens, prefix, samples)
+        chunk = _new(Chunk, (track, tokens, prefix, samples))
         self.chunks.append(chunk)
         self.parts.append(chunk)
 
@@ -343,7 +367,7 @@ class Draft:
     def _recount(self) -> None:
         """Sums over the parts, after one of them shrank."""
         self.chunks = [part for part in self.parts if isinstance(part, Chunk)]
-        cohorts = [part for part in self.parts if isinstance(part, Decodes)]
+        self.grown = cohorts = [part for part in self.parts if isinstance(part, Decodes)]
         self._sampled = sum([chunk.samples for chunk in self.chunks])
         self.decodes = sum([part.size for part in cohorts])
         self._context_total = sum([part.context_total for part in cohorts])

@@ -20,23 +20,17 @@ class Queues:
     """
 
     __slots__ = (
-        "_by_class",
-        "_chase_chunks",
-        "_chase_decodes",
-        "decode_tokens_promised",
-        "in_flight_batches",
-        "in_host_memory",
-        "num_running",
-        "parts",
-        "prefill_tokens",
-        "running_by_slo",
-        "waiting",
+        "_by_class", "_chase_chunks", "_chase_decodes", "_cohorts", "_partial", "decode_tokens_promised",
+        "in_flight_batches", "in_host_memory", "num_running", "parts", "prefill_tokens", "running_by_slo", "waiting",
     )  # fmt: skip
 
     def __init__(self, host: Host) -> None:
         self.waiting: deque[Track] = deque()
-        # Admission order: cohorts, and prompts half done. One list for all, in flight or not.
+        # Admission order: cohorts, and prompts half done. One list for all, in flight or not; whoever changes it calls
+        # `parts_changed`.
         self.parts: list[Cohort | Track] = []
+        self._cohorts: list[Cohort] | None = None
+        self._partial: list[Track] | None = None
         self.num_running = 0
         self.running_by_slo: dict[str | None, int] = {}
         self.in_flight_batches = 0
@@ -62,12 +56,22 @@ class Queues:
     @property
     def cohorts(self) -> list[Cohort]:
         """The decodes of `running`."""
-        return [part for part in self.running if isinstance(part, Cohort)]
+        if self.in_flight_batches and not self._chase_decodes:
+            return [part for part in self.parts if isinstance(part, Cohort) and part.planned == len(part.times)]
+        cohorts = self._cohorts
+        if cohorts is None:
+            cohorts = self._cohorts = [part for part in self.parts if isinstance(part, Cohort)]
+        return cohorts
 
     @property
     def partial(self) -> list[Track]:
         """The prompts half done of `running`."""
-        return [part for part in self.running if isinstance(part, Track)]
+        if self.in_flight_batches and not self._chase_chunks:
+            return [part for part in self.parts if isinstance(part, Track) and not part.chunks_in_flight]
+        partial = self._partial
+        if partial is None:
+            partial = self._partial = [part for part in self.parts if isinstance(part, Track)]
+        return partial
 
     @property
     def swapped(self) -> list[Track]:
@@ -99,6 +103,10 @@ class Queues:
         return self._by_class
 
     # Books kept by the scheduler
+
+    def parts_changed(self) -> None:
+        """Lists handed out before stay as they are: a plan may be walking through them."""
+        self._cohorts = self._partial = None
 
     def enqueue(self, track: Track) -> None:
         self.waiting.append(track)

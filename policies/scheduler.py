@@ -81,7 +81,7 @@ class Scheduler:
         self.tracks: dict[int, Track] = {}
         self.handover = Handover(self)
         self.preemptions = 0
-        self._retired: list[Cohort] = []
+        self.retired: list[Cohort] = []
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
@@ -164,7 +164,7 @@ class Scheduler:
         for request_id in list(self.handover.held):
             self.handover.release(request_id)
         gone = self.withdraw(list(self.tracks), reason, now_ns, status="failed")
-        for cohort in self._retired:
+        for cohort in self.retired:
             # Steps in flight will not complete; nobody has a segment that claims them.
             cohort.planned = len(cohort.times)
         self.queues.in_flight_batches = 0
@@ -214,39 +214,31 @@ class Scheduler:
         queues = self.queues
         if self.host.chase_decodes and queues.in_flight_batches:
             self._set_exhausted_aside()
+        policy, ledger, host = self.policy, self.ledger, self.host
         while True:
             draft = Draft(self, now_ns)
             if self.admission is None:
-                self.policy.plan(queues, draft, self.ledger, self.host, now_ns)
+                policy.plan(queues, draft, ledger, host, now_ns)
             else:
                 self.admission.plan(self, draft, now_ns)
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
-            if draft.parts or not draft.preempted:
-                if draft.parts or queues.in_flight_batches or not queues.waiting or not self.handover.reclaim():
-                    break
+            if draft.parts:
+                break
+            if not draft.preempted and (queues.in_flight_batches or not queues.waiting or not self.handover.reclaim()):
+                break
         self.alarm_ns = draft.alarm_ns
         self._only_now = draft.only_now
         if not draft.parts:
             return None
-        return self._commit(draft)
-
-    def _commit(self, draft: Draft) -> Batch:
-        number = self._batches
-        self._batches = number + 1
-        queues = self.queues
+        batch = draft._finish(self._batches)
+        self._batches += 1
         queues.in_flight_batches += 1
-        shape = draft.shape
-        queues.decode_tokens_promised -= shape.sampled
-        ledger = self.ledger
-        chunks = draft.chunks
-        grown = [(part.cohort, part.step, part.size) for part in draft.parts if part.__class__ is Decodes]
-        batch = Batch(
-            number, draft.now_ns, draft.parts, chunks, shape, draft.preempted,
-            ledger.take_new_blocks() if ledger.by_id else (), draft.cached_tokens, [], grown,
-        )  # fmt: skip
+        queues.decode_tokens_promised -= batch.shape[5]
+        if ledger.by_id:
+            batch.new_blocks = ledger.take_new_blocks()
         if self.swap is not None:
             batch.swap_out, batch.swap_in = self.swap.take_moves(self._admissions)
-        for chunk in chunks:
+        for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
         return batch
@@ -256,40 +248,51 @@ class Scheduler:
 
         stopped: ids of requests whose token in this batch ended them (a stop token was sampled).
         """
-        self.queues.in_flight_batches -= 1
         gaps: list[tuple[Ns, int]] = []
-        finished: list[Track] = []
         first_tokens: list[Track] = []
-        for chunk in batch.chunks:
-            chunk[0].chunks_in_flight -= 1
-        for cohort, step, received in batch.grown:
+        for cohort, step, received, _, _ in batch.grown:
             if cohort.lost:
-                received -= cohort.lost.pop(step, 0)
+                received -= cohort.lost.get(step, 0)
             if received:
                 gaps.append((now_ns - cohort.times[-1], received))
-            assert len(cohort.times) == step, "batches complete in plan order"
-            if cohort.complete(now_ns):
-                finished.extend(cohort.ending())
-            if cohort.closing:
-                finished.extend(cohort.closing.pop(step + 1, ()))
         for track, epoch in batch.joins:
             if track.epoch != epoch:
                 continue
             if track.first_token_ns < 0:
-                track.first_token_ns = now_ns
                 first_tokens.append(track)
             else:
                 gaps.append((now_ns - track.last_token_ns, 1))
-        if stopped:
-            for request_id in stopped:
-                ended = self.tracks.get(request_id)
-                if ended is not None and ended not in finished:
-                    finished.append(ended)
+        return Outcome(first_tokens, list(self.deliver(batch, now_ns, stopped)), gaps)
+
+    def deliver(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Sequence[Track]:
+        """`complete` for whoever reads token times off the cohorts afterwards: returns those who have finished."""
+        queues = self.queues
+        queues.in_flight_batches -= 1
+        for chunk in batch.chunks:
+            chunk[0].chunks_in_flight -= 1
+        finished: Sequence[Track] = ()
+        grown = batch.grown
+        for part in grown:
+            cohort, step = part[0], part[1]
+            assert len(cohort.times) == step, "batches complete in plan order"
+            if cohort.lost:
+                cohort.lost.pop(step, 0)
+            if cohort.complete(now_ns):
+                finished = [*finished, *cohort.ending()]
+            if cohort.closing:
+                finished = [*finished, *cohort.closing.pop(step + 1, ())]
+        for track, epoch in batch.joins:
+            if track.epoch == epoch and track.first_token_ns < 0:
+                track.first_token_ns = now_ns
+        for request_id in stopped:
+            ended = self.tracks.get(request_id)
+            if ended is not None and ended not in finished:
+                finished = [*finished, ended]
         for track in finished:
             self._finish(track, now_ns)
-        if len(batch.grown) > 1:
-            self._merge([cohort for cohort, _, _ in batch.grown])
-        return Outcome(first_tokens, finished, gaps)
+        if len(grown) > 1:
+            self._merge([part[0] for part in grown])
+        return finished
 
     # Equal iterations
 
@@ -297,9 +300,9 @@ class Scheduler:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
             return 0
-        if batch.preempted or batch.swap_out or batch.shape.dummy_tokens or self.alarm_ns is not None or self._only_now:
+        if batch.preempted or batch.swap_out or batch.shape[4] or self.alarm_ns is not None or self._only_now:
             return 0
-        cohort, _, size = batch.grown[0]
+        cohort, _, size, _, _ = batch.grown[0]
         if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
             return 0
         steps = cohort.steps_to_next_end()
@@ -312,9 +315,7 @@ class Scheduler:
         in flight. Returns the KV blocks that each of these plans took.
         """
         steps = len(ends_ns)
-        cohort, step, size = batch.grown[0]
-        part = batch.parts[0]
-        assert isinstance(part, Decodes)
+        cohort, step, size, total, longest = batch.grown[0]
         ledger = self.ledger
         taken = cohort.plan_steps(steps, ledger)
         cohort.times.extend(ends_ns)
@@ -322,10 +323,12 @@ class Scheduler:
         self._batches += steps
         batch.planned_ns = ends_ns[-1]
         batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
-        total, deepest = part.context_total + steps * size, part.context_max + steps
-        batch.parts = [Decodes(cohort, step + steps, size, total, deepest)]
-        batch.grown = [(cohort, step + steps, size)]
-        batch.shape = BatchShape((), size, total, deepest, 0, size)
+        total += steps * size
+        longest += steps
+        part = Decodes(cohort, step + steps, size, total, longest)
+        batch.parts = [part]
+        batch.grown = [part]
+        batch.shape = BatchShape((), size, total, longest, 0, size)
         self.queues.decode_tokens_promised -= steps * size
         return taken
 
@@ -345,6 +348,7 @@ class Scheduler:
         queues.prefill_tokens -= cached - track.computed
         queues.count_running(track, 1)
         queues.parts.append(track)
+        queues.parts_changed()
 
     def stop(self, track: Track, how: Preemption | None = None, empty: Collection[int] = ()) -> None:
         """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in.
@@ -394,14 +398,15 @@ class Scheduler:
             rest.join(track, 1, 1)
         parts = self.queues.parts
         parts.insert(parts.index(cohort) + 1, rest)
+        self.queues.parts_changed()
 
     def take_retired(self) -> list[Cohort]:
         """Cohorts that died since the last call and whose token times are complete."""
-        if not self._retired:
+        if not self.retired:
             return []
-        done = [cohort for cohort in self._retired if not cohort.in_flight]
+        done = [cohort for cohort in self.retired if not cohort.in_flight]
         if done:
-            self._retired = [cohort for cohort in self._retired if cohort.in_flight]
+            self.retired = [cohort for cohort in self.retired if cohort.in_flight]
         return done
 
     # Inside
@@ -450,9 +455,10 @@ class Scheduler:
             cohort = self._new_cohort()
             cohort.planned = 1
             parts[at] = cohort
-            grown.append((cohort, 0, 0))
+            grown.append(Decodes(cohort, 0, 0, 0, 0))
         else:
             del parts[at]
+        queues.parts_changed()
         cohort.join(track, cohort.planned - 1, cohort.planned)
         batch.joins.append((track, track.epoch))
 
@@ -488,12 +494,13 @@ class Scheduler:
         first, second = sorted((parts.index(left), parts.index(right)))
         parts[first] = large
         del parts[second]
-        self._retired.append(small)
+        self.queues.parts_changed()
+        self.retired.append(small)
         return large
 
     def _reopen(self, track: Track) -> None:
         """A member set aside for its last token will not receive it after all."""
-        for cohort in (*self._retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
+        for cohort in (*self.retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
             for end, tracks in cohort.closing.items():
                 if track in tracks:
                     tracks.remove(track)
@@ -532,6 +539,7 @@ class Scheduler:
                 self._drop_empty_parts()
         elif not track.closing:
             queues.parts.remove(track)
+            queues.parts_changed()
         track.closing = False
         if track.request.id not in self.handover.held:
             self.ledger.release(track)
@@ -547,5 +555,6 @@ class Scheduler:
             return
         for part in parts:
             if isinstance(part, Cohort) and not part.size:
-                self._retired.append(part)
+                self.retired.append(part)
         parts[:] = [part for part in parts if not isinstance(part, Cohort) or part.size]
+        self.queues.parts_changed()

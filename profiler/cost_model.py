@@ -6,7 +6,7 @@ combines with + - * / min max only and rounds once, at the end of each term.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -66,4 +66,23 @@ class CostModel(Protocol):
 
     def provenance(self) -> Mapping[str, object]:
         """Where the numbers come from, as plain data for config.json."""
+        ...
+
+
+class QuickCostModel(CostModel, Protocol):
+    """What a cost model may offer in addition, each alone: the same numbers in fewer calls, for hot paths."""
+
+    def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
+        """host_ns before and after, stage_ns and inside, for a model with one stage."""
+        ...
+
+    def stages_ns(self, shape: BatchShape) -> Sequence[tuple[Ns, Ns]]:
+        """(stage_ns, send_ns) of every stage."""
+        ...
+
+    def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
+        """(start, step, slope, offset, rest) if repeat_ns is int((start + i * step) * slope + offset) + rest.
+
+        None where it is not.
+        """
         ...

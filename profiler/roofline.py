@@ -146,6 +146,10 @@ class Roofline:
         self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
         self._sampled_column: Column = np.zeros(0, np.int64)
         self._sampled_ns: list[int] = []
+        c = self.constants
+        self._before_ns = [int(c.host_before_ns + n * c.host_before_per_sequence_ns + 0.5) for n in range(1025)]
+        self._after_ns = [int(c.host_after_ns + n * c.host_after_per_sample_ns + 0.5) for n in range(1025)]
+        self._least_rows = 0
         for stage in range(self.stages):
             self._grow(stage, 512)
         self._grow_sampled(64)
@@ -251,6 +255,85 @@ class Roofline:
             return self.stage_ns(shape, stage)
         return ns
 
+    def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
+        """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
+        chunks, decodes, context, _, dummy, sampled, executed = shape
+        facts = self._stages[0]
+        ns = 0
+        rows = decodes
+        if decodes:
+            if self._window:
+                context = min(context, decodes * self._window)
+            ns = int((context + 2 * decodes) * facts[4] + facts[5])
+        rows += dummy
+        if chunks:
+            if len(chunks) == 1 and not self._window:
+                tokens, prefix = chunks[0]
+                rows += tokens
+                pairs = tokens * (2 * prefix + tokens + 1)
+                kv = prefix + 2 * tokens
+            else:
+                rows += sum([chunk[0] for chunk in chunks])
+                pairs, kv = self._chunk_work(chunks)
+            compute, moved = pairs * facts[1], kv * facts[2]
+            ns += int((compute if compute > moved else moved) + facts[3])
+        if executed > rows:
+            rows = executed
+        try:
+            return (
+                self._before_ns[len(chunks) + decodes], self._after_ns[sampled],
+                ns + self._rows_ns[0][rows] + self._sampled_ns[sampled], False,
+            )  # fmt: skip
+        except IndexError:
+            return (*self.host_ns(shape), self.stage_ns(shape), False)
+
+    def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
+        """`profiler.cost_model.QuickCostModel`: only contexts grow, and their term is a straight line, truncated."""
+        if self._window:
+            return None
+        decodes = shape[1]
+        facts = self._stages[0]
+        kv = shape[2] + 2 * decodes
+        return kv, decodes, facts[4], facts[5], self.stage_ns(shape) - int(kv * facts[4] + facts[5])
+
+    def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
+        """(stage_ns, send_ns) of every stage: what they share is worked out once."""
+        chunks, decodes, context, _, dummy, sampled, executed = shape
+        rows = decodes + dummy
+        if decodes and self._window:
+            context = min(context, decodes * self._window)
+        touched = context + 2 * decodes
+        pairs = kv = 0
+        if chunks:
+            rows += sum([chunk[0] for chunk in chunks])
+            pairs, kv = self._chunk_work(chunks)
+        send = int(max(rows, executed) * self._send_ns_per_row + self.constants.send_ns + 0.5)
+        if executed > rows:
+            rows = executed
+        if rows >= self._least_rows or sampled >= len(self._sampled_ns):
+            for stage in range(self.stages):
+                self._reach(stage, rows, sampled)
+            self._least_rows = min([len(table) for table in self._rows_ns])
+        times = []
+        same = None
+        ns = 0
+        for facts, table in zip(self._stages, self._rows_ns):
+            # Inner stages of equal depth cost the same.
+            alike = None if facts[6] or facts[7] else facts[0]
+            if alike is None or alike != same:
+                ns = table[rows]
+                if decodes:
+                    ns += int(touched * facts[4] + facts[5])
+                if chunks:
+                    compute, moved = pairs * facts[1], kv * facts[2]
+                    ns += int((compute if compute > moved else moved) + facts[3])
+                same = alike
+            if facts[7]:
+                times.append((ns + self._sampled_ns[sampled], 0))
+            else:
+                times.append((ns, send))
+        return times
+
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
         """Hidden states of every row over one link: latency plus bytes over bandwidth; 0 after the last stage."""
         if stage >= self.stages - 1:
@@ -349,8 +432,14 @@ class Roofline:
     def _chunk_work(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """(twice the query-key pairs, KV tokens touched) of all chunks of a batch."""
         window = self.model.sliding_window
+        if window is None:
+            pairs = kv = 0
+            for tokens, prefix in chunks:
+                pairs += tokens * (2 * prefix + tokens + 1)
+                kv += prefix + 2 * tokens
+            return pairs, kv
         pairs = sum(2 * self.model.attended(tokens, prefix) for tokens, prefix in chunks)
-        kv = sum((prefix if window is None else min(prefix, window)) + 2 * tokens for tokens, prefix in chunks)
+        kv = sum(min(prefix, window) + 2 * tokens for tokens, prefix in chunks)
         return pairs, kv
 
     def _reach(self, stage: int, rows: int, sampled: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,21 +13,42 @@ from policies import BatchShape, Ns
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
+# Arrays have a price of their own, which this many steps of a plain loop would pay.
+WORTH_AN_ARRAY = 48
+
+Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
+
 
 def ends_until(
-    cost: CostModel, shape: BatchShape, steps: int, now_ns: Ns, host_ns: Ns, horizon_ns: float
+    cost: CostModel, terms: Terms | None, shape: BatchShape, steps: int, now_ns: Ns, host_ns: Ns, horizon_ns: float
 ) -> list[Ns]:
     """Ends of at most `steps` iterations, back to back from now on, in each of which every decode is one longer.
 
     The last of them is the first that does not end before `horizon_ns`, where there is one and it is not too far to
     be sure of (durations hardly ever shrink while contexts grow: then there are fewer, never wrong ones).
+    terms: the cost model's `repeat_terms`, if it has them.
     """
-    first = cost.stage_ns(shape) + host_ns
-    if horizon_ns - now_ns < first * steps:
-        steps = min(steps, int(horizon_ns - now_ns) // first + 1) if first else steps
-    device = cost.repeat_ns(shape, steps)
-    ends: list[Ns] = (np.cumsum(device + host_ns) + now_ns).tolist()
-    at = len(ends) - 1
-    while at and ends[at - 1] >= horizon_ns:
-        at -= 1
-    return ends[: at + 1]
+    line = terms(shape) if terms is not None else None
+    first = (cost.stage_ns(shape) if line is None else int(line[0] * line[2] + line[3]) + line[4]) + host_ns
+    room = horizon_ns - now_ns
+    if room < first * steps:
+        steps = min(steps, int(room) // first + 1)
+    if line is None:
+        device = cost.repeat_ns(shape, steps)
+    else:
+        start, step, slope, offset, rest = line
+        if steps < WORTH_AN_ARRAY:
+            ends = []
+            end = now_ns
+            rest += host_ns
+            for grown in range(start, start + steps * step, step):
+                end += int(grown * slope + offset) + rest
+                ends.append(end)
+                if end >= horizon_ns:
+                    break
+            return ends
+        device = (np.arange(start, start + steps * step, step) * slope + offset).astype(np.int64) + rest
+    ends = (np.cumsum(device + host_ns) + now_ns).tolist()
+    if ends[-1] > horizon_ns:
+        del ends[bisect_left(ends, horizon_ns) + 1 :]
+    return ends

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from simpy import Environment, Event
 
 from metrics import Recorder
-from policies import Batch, Ns, Request, Scheduler, Track
+from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from simulator.clock import VirtualTime
 from simulator.leaping import ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
@@ -73,9 +73,14 @@ class Replica:
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
+        self._repeat_terms = getattr(cost, "repeat_terms", None)
+        self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
+        self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
         self.on_end = on_end
         self.overlap_sends = overlap_sends
         self.leaps = leaps and scheduler.depth == 1
+        # Nothing but this loop's own steps to take: see _run_ahead.
+        self._straight = self.leaps and cost.stages == 1 and type(self)._launch is Replica._launch
         self._ahead: VirtualTime | None = None
         if leaps and isinstance(env, VirtualTime):
             self._ahead = env
@@ -94,12 +99,15 @@ class Replica:
 
     # Requests come and go
 
-    def submit(self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False) -> Track:
-        """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
+    def submit(
+        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False,
+        computed: int = 0,
+    ) -> Track:
+        """Queue a request now. produced, hands_over, computed: as `Scheduler.add` takes them."""
         self.settle()
         track = self.scheduler.add(
-            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over
-        )
+            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
+        )  # fmt: skip
         if track.status == "rejected":
             self._end(track)
         else:
@@ -162,23 +170,27 @@ class Replica:
     def prefill_tokens(self) -> int:
         return self.scheduler.queues.prefill_tokens
 
+    # A leap answers for this moment without being stopped.
+
     @property
     def decode_tokens_promised(self) -> int:
         promised = self.scheduler.queues.decode_tokens_promised
         leap = self._leap
         if leap is not None:
-            # A leap answers for this moment without being stopped.
             promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
         return promised
 
     @property
-    def total_blocks(self) -> int:
-        return self.scheduler.ledger.total_blocks
+    def free_blocks(self) -> int:
+        free = self.scheduler.ledger.free_blocks
+        leap = self._leap
+        if leap is not None:
+            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.env.now))
+        return free
 
     @property
-    def free_blocks(self) -> int:
-        self.settle()
-        return self.scheduler.ledger.free_blocks
+    def total_blocks(self) -> int:
+        return self.scheduler.ledger.total_blocks
 
     @property
     def block_size(self) -> int:
@@ -199,6 +211,10 @@ class Replica:
     def _run(self) -> None:
         """Plan; then go from completion to completion as long as nothing else happens before the next one."""
         flights, ahead = self._flights, self._ahead
+        if self._straight and ahead is not None:
+            if not flights and self._leap is None:
+                self._run_ahead(ahead)
+            return
         while True:
             self._plan()
             if not flights or self._completion is not None:
@@ -208,6 +224,71 @@ class Replica:
                 self._complete_at(end)
                 return
             self._complete()
+
+    def _run_ahead(self, ahead: VirtualTime) -> None:
+        """The plain `_run` for one stage and one batch at a time, unrolled into one loop: its hot path.
+
+        With one batch at a time whatever was in flight is over when the next one is planned, so host and stage are
+        free and times follow each other. The tests hold it against the plain path.
+        """
+        scheduler, replica, row = self.scheduler, self.number, self.recorder.row
+        queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
+        now = ahead.now
+        while True:
+            batch = scheduler.plan(now)
+            if batch is None:
+                if not self._idle(now):
+                    return
+                continue
+            shape = batch.shape
+            chunks = batch.chunks
+            before, after, device, inside = self._iteration_ns(shape)
+            quiet = 0 if chunks else scheduler.quiet_steps(batch)
+            if quiet >= LEAST_LEAP:
+                self._launch_leap(batch, quiet, before, after)
+                if not self._flights:
+                    return
+                batch, start, end, before, after, device, _, running, waits, free_blocks = self._flights.pop()
+                shape = batch.shape
+                inside = self._inside(shape)
+            else:
+                start = now + before
+                end = start + device + after
+                running, waits, free_blocks = queues.num_running, len(waiting), ledger.free_blocks
+            if not ahead.moved_to(end):
+                self._free_ns[0] = end - after
+                self._last_end_ns = end
+                self._flights.append((batch, start, end, before, after, device, (), running, waits, free_blocks))
+                self._complete_at(end)
+                return
+            now = end
+            finished = scheduler.deliver(batch, end)
+            self.busy_ns += device
+            if len(chunks) == 1:
+                track, tokens, prefix, samples = chunks[0]
+                members: Sequence[int] = (track.request.id, tokens, prefix, samples)
+            else:
+                members = [
+                    field for chunk in chunks for field in (chunk[0].request.id, chunk[1], chunk[2], chunk[3])
+                ]
+            cohorts = []
+            for cohort, step, size, _, _ in batch.grown:
+                if size:
+                    cohorts += (cohort.number, step, size)
+            _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+            row(
+                (
+                    replica, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
+                    dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waits, free_blocks,
+                    batch.cached_tokens, before, after, device, inside, len(chunks), len(cohorts) // 3, 0,
+                ),
+                members, cohorts,
+            )  # fmt: skip
+            if finished:
+                for track in finished:
+                    self._end(track)
+            if scheduler.retired:
+                self._record_retired()
 
     def _complete_at(self, end_ns: Ns) -> None:
         self._completion = Moment(self.env, end_ns - self.env.now, self._on_completion, COMPLETION)
@@ -221,15 +302,22 @@ class Replica:
             if batch is not None:
                 self._launch(batch)
                 continue
-            if scheduler.alarm_ns is not None:
-                self._plan_at(max(now + 1, scheduler.alarm_ns))
+            if not self._idle(now):
                 return
-            if flights:
-                return
-            stuck = scheduler.reject_stuck(now)
-            if stuck is None:
-                return
-            self._end(stuck)
+
+    def _idle(self, now: Ns) -> bool:
+        """Nothing could be planned: whether it is worth asking again at once."""
+        scheduler = self.scheduler
+        if scheduler.alarm_ns is not None:
+            self._plan_at(max(now + 1, scheduler.alarm_ns))
+            return False
+        if self._flights:
+            return False
+        stuck = scheduler.reject_stuck(now)
+        if stuck is None:
+            return False
+        self._end(stuck)
+        return True
 
     def _plan_at(self, at_ns: Ns) -> None:
         if not self.env.now < self._look_ns <= at_ns:
@@ -268,20 +356,25 @@ class Replica:
             )
         )  # fmt: skip
 
+    def _plain_iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
+        cost = self.cost
+        before, after = cost.host_ns(shape)
+        return before, after, cost.stage_ns(shape), cost.inside(shape)
+
+    def _plain_stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
+        cost = self.cost
+        times: list[tuple[Ns, Ns]] = []
+        for stage, twin in enumerate(self._twins):
+            times.append((cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) if twin == stage else times[twin])
+        return times
+
     def _through_stages(self, batch: Batch, ready_ns: Ns) -> tuple[Ns, Ns, Ns, tuple[tuple[Ns, Ns, Ns], ...]]:
         """Stage times of a batch: a stage starts when it is free and its input has arrived."""
-        cost, shape, free, overlap = self.cost, batch.shape, self._free_ns, self.overlap_sends
-        known: list[tuple[Ns, Ns]] = []
+        free, overlap = self._free_ns, self.overlap_sends
         stages = []
-        device = 0
+        device = end = 0
         arrived = ready_ns
-        for stage, twin in enumerate(self._twins):
-            if twin == stage:
-                times = cost.stage_ns(shape, stage), cost.send_ns(shape, stage)
-            else:
-                times = known[twin]
-            known.append(times)
-            busy, send = times
+        for stage, (busy, send) in enumerate(self._stages_ns(batch.shape)):
             start = free[stage]
             if arrived > start:
                 start = arrived
@@ -299,7 +392,7 @@ class Replica:
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
         horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
-        ends = ends_until(self.cost, batch.shape, quiet + 1, now, before + after, horizon)
+        ends = ends_until(self.cost, self._repeat_terms, batch.shape, quiet + 1, now, before + after, horizon)
         leap = Leap(batch, now, ends, before, after)
         if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
             self._cross(leap, len(ends) - 1)
@@ -316,7 +409,7 @@ class Replica:
         free_blocks = scheduler.ledger.free_blocks
         if done:
             shape, first_number = batch.shape, batch.number
-            cohort, first_step, size = batch.grown[0]
+            cohort, first_step, size, _, _ = batch.grown[0]
             last_shape = shape._replace(
                 decode_context_total=shape.decode_context_total + (done - 1) * size,
                 decode_context_max=shape.decode_context_max + done - 1,
@@ -371,14 +464,14 @@ class Replica:
         """Deliver the oldest flight, now."""
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
-        outcome = scheduler.complete(batch, end)
+        finished = scheduler.deliver(batch, end)
         self.busy_ns += device
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape = batch.shape
         chunks: list[int] = []
         for track, tokens, prefix, samples in batch.chunks:
             chunks += (track.request.id, tokens, prefix, samples)
         cohorts: list[int] = []
-        for cohort, step, size in batch.grown:
+        for cohort, step, size, _, _ in batch.grown:
             if size:
                 cohorts += (cohort.number, step, size)
         self.recorder.row(
@@ -390,9 +483,10 @@ class Replica:
             ),
             chunks, cohorts, [time for stage in stages for time in stage],
         )  # fmt: skip
-        for track in outcome.finished:
+        for track in finished:
             self._end(track)
-        self._record_retired()
+        if scheduler.retired:
+            self._record_retired()
 
     def _record_retired(self) -> None:
         for cohort in self.scheduler.take_retired():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +22,14 @@ def test_each_member_takes_a_block_when_its_own_are_full(rows, block_size, leaps
     ledger = CountingLedger(10_000, block_size)
     joining = sorted(((step, context, spare) for context, spare, step in rows), reverse=True)
     held: dict[Track, list[int]] = {}
+    numbers = count()
 
     def join():
         while joining and joining[-1][0] <= cohort.planned:
             _, context, spare = joining.pop()
-            track = Track(Request(len(held), 0, context, 1000), 1000)
-            track.order, track.own_context = len(held), context
+            number = next(numbers)
+            track = Track(Request(number, 0, context, 1000), 1000)
+            track.order, track.own_context = number, context
             track.blocks = -(-context // block_size) + spare
             cohort.join(track, cohort.planned, cohort.planned)
             held[track] = [context, track.blocks]

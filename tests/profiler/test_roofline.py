@@ -180,11 +180,28 @@ def test_scalar_vector_and_repeated_forms_are_equal_and_sums_are_exact(
         assert all(isinstance(ns, int) and ns > 0 for ns in cost.breakdown(shape).values())
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(ENGINES), shapes, st.integers(1, 40))
+def test_what_the_hot_path_asks_for_is_what_the_readable_forms_say(cost: Roofline, shape: BatchShape, steps: int) -> None:
+    stages = range(cost.stages)
+    assert cost.stages_ns(shape) == [(cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) for stage in stages]
+    if cost.stages > 1:
+        return
+    assert cost.iteration_ns(shape) == (*cost.host_ns(shape), cost.stage_ns(shape), cost.inside(shape))
+    terms = cost.repeat_terms(shape)
+    if shape.decodes and terms is not None:
+        start, step, slope, offset, rest = terms
+        line = [int((start + i * step) * slope + offset) + rest for i in range(steps)]
+        assert cost.repeat_ns(shape, steps).tolist() == line
+
+
 def test_large_batches_beyond_the_first_table_agree_too() -> None:
     cost = roofline("tiny", "h100")
     batches = [prefill((100_000, 0)), decode(700, 90), prefill((1, 0))]
     expected = [roofline("tiny", "h100").stage_ns(shape) for shape in batches]
     assert cost.predict_ns(batches).tolist() == expected
+    assert [roofline("tiny", "h100").iteration_ns(shape)[2] for shape in batches] == expected
+    assert [roofline("tiny", "h100").stages_ns(shape)[0][0] for shape in batches] == expected
     assert cost.predict_ns([]).tolist() == []
     with pytest.raises(ProfileError, match="batch of 10000000 rows"):
         cost.stage_ns(prefill((10_000_000, 0)))
