@@ -9,10 +9,11 @@ PACKAGES = {"policies", "workloads", "metrics", "profiler", "executor"}
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
+    from executor import commands_compression, commands_profile
     from executor.commands import app
-    from executor.commands_profile import register
 
-    register(app)
+    commands_profile.register(app)
+    commands_compression.register(app)
     try:
         app(prog_name="python -m executor")
     except ValueError as error:

@@ -45,8 +45,10 @@ ModelName = Annotated[
 Device = Annotated[str, _option("--device", "auto, cpu, cuda or cuda:N.", _ENGINE)]
 DType = Annotated[str, _option("--dtype", "Weights; auto is float32 on a CPU, the model's own on CUDA.", _ENGINE)]
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", _ENGINE)]
-KernelSet = Annotated[str, _option("--kernels", "auto, native (C++) or torch (plain).", _ENGINE)]
-Attention = Annotated[str, _option("--attention", "auto, native, sdpa or reference.", _ENGINE)]
+KernelSet = Annotated[str, _option("--kernels", "auto, native (C++), triton, compiled, plain_device, torch.", _ENGINE)]
+Attention = Annotated[str, _option("--attention", "auto, flash_attn, triton, native, sdpa, paged, reference.", _ENGINE)]
+Graphs = Annotated[str, _option("--graphs", "CUDA graphs: auto (on CUDA where they can be), on or off.", _ENGINE)]
+Allocator = Annotated[str, _option("--allocator", "PyTorch's on CUDA: default, expandable or async.", _ENGINE)]
 Threads = Annotated[int | None, _option("--threads", "Threads of the model; PyTorch's own number by default.", _ENGINE)]
 Trim = Annotated[
     bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
@@ -88,6 +90,10 @@ Risk = Annotated[
 MaxWait = Annotated[
     float, _option("--max-wait", "Longest expected wait for a first token, in s (rung reject).", _MEMORY)
 ]
+KVCompression = Annotated[
+    str | None, _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ...", _MEMORY)
+]
+KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay in full precision.", _MEMORY)]
 TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
 AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
 Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
@@ -127,6 +133,8 @@ def replay_command(
     kv_dtype: KVDType = "auto",
     kernels: KernelSet = "auto",
     attention: Attention = "auto",
+    graphs: Graphs = "auto",
+    allocator: Allocator = "default",
     threads: Threads = None,
     trim_last_layer: Trim = True,
     max_model_len: MaxModelLen = None,
@@ -144,6 +152,8 @@ def replay_command(
     plain_tokens: PlainTokens = 8192,
     risk: Risk = 1.0,
     max_wait_s: MaxWait = 60.0,
+    kv_compression: KVCompression = None,
+    kv_window: KVWindow = 128,
     time_scale: TimeScale = 1.0,
     as_fast_as_possible: AtOnce = False,
     limit: Limit = None,

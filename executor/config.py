@@ -20,9 +20,13 @@ class LiveConfig:
     time_scale: the trace's arrival times are multiplied by it. as_fast_as_possible: all requests arrive at once.
     ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
     temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
+    graphs: CUDA graphs: auto (on CUDA where they can be), on, off. allocator: of PyTorch on CUDA: default, expandable
+        (segments), async (cudaMallocAsync).
     poison: fill freed KV blocks with NaN (a check, not for measurements).
     prefix_caching: share the KV blocks of texts that agree from their beginning. preemption, swap_gib, swap_page_mib,
         ladder, trouble_from, plain_tokens, risk, max_wait_s: as in a simulated run.
+    kv_compression: keys and values older than kv_window tokens packed, as kivi4 or delta8 (coding and bits); the block
+        is the group that is packed together.
     """
 
     policy: str = "chunked"
@@ -33,6 +37,8 @@ class LiveConfig:
     kv_dtype: str = "auto"
     kernels: str = "auto"
     attention: str = "auto"
+    graphs: str = "auto"
+    allocator: str = "default"
     threads: int | None = None
     trim_last_layer: bool = True
     ahead: bool = False
@@ -64,6 +70,8 @@ class LiveConfig:
     plain_tokens: int = 8192
     risk: float = 1.0
     max_wait_s: float = 60.0
+    kv_compression: str | None = None
+    kv_window: int = 128
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):

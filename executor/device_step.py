@@ -48,6 +48,8 @@ class Sizes:
             "slots": self.rows,
             "sampled": self.sampled,
             "decode_length": self.decodes,
+            "decode_row": self.decodes + 1,
+            "decode_start": self.decodes + 1,
             "tile_row": self.tiles,
             "tile_count": self.tiles,
             "tile_position": self.tiles,
@@ -134,6 +136,9 @@ def pack(step: Step, sizes: Sizes) -> Ints:
     sampled = step.sampled_rows
     part["sampled"][: len(sampled)] = np.where(sampled >= useful, sampled + (first - useful), sampled)
     part["decode_length"][:decodes] = step.decode_context + 1
+    part["decode_row"][:] = np.arange(sizes.decodes + 1)
+    part["decode_start"][1 : decodes + 1] = np.cumsum(step.decode_context + 1)
+    part["decode_start"][decodes + 1 :] = part["decode_start"][decodes]
     if tiles:
         columns = np.array(tiles, np.int32).T
         for name, column in zip(("tile_row", "tile_count", "tile_position", "tile_chunk"), columns):
@@ -154,7 +159,8 @@ class DeviceArrays:
     """Views of a packed buffer, int32 on the device.
 
     positions, slots [rows]; sampled [sampled]: rows whose logits are wanted; decode_length [decodes]: tokens seen,
-    the row's own included, 0 for padding; tile_row, tile_count, tile_position, tile_chunk [tiles]: a query tile's
+    the row's own included, 0 for padding; decode_row, decode_start [decodes + 1]: running sums of the decodes' rows
+    (one each) and lengths; tile_row, tile_count, tile_position, tile_chunk [tiles]: a query tile's
     first row, number of rows, first position and chunk; chunk_start, context_start [chunks + 1]: running sums of the
     chunks' rows and contexts; chunk_length [chunks]: contexts; decode_tables [decodes, blocks], chunk_tables [chunks,
     blocks].
@@ -167,6 +173,7 @@ class DeviceArrays:
         parts = dict(zip(sizes.lengths, buffer.split(list(sizes.lengths.values()))))
         self.positions, self.slots, self.sampled = parts["positions"], parts["slots"], parts["sampled"]
         self.decode_length = parts["decode_length"]
+        self.decode_row, self.decode_start = parts["decode_row"], parts["decode_start"]
         self.tile_row, self.tile_count = parts["tile_row"], parts["tile_count"]
         self.tile_position, self.tile_chunk = parts["tile_position"], parts["tile_chunk"]
         self.chunk_start, self.context_start = parts["chunk_start"], parts["context_start"]

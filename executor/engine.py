@@ -328,6 +328,8 @@ class LiveEngine:
         since = self._since_ns
         before = max(0, start - since)
         shape = batch.shape
+        if result.executed_rows:
+            shape = shape._replace(executed_rows=result.executed_rows)
         self.recorder.iteration(
             0, batch.number, flight.planned_ns, start, now, shape, chunks, cohorts, len(batch.preempted),
             flight.running, flight.waiting, flight.free_blocks, batch.cached_tokens, before, now - end, end - start,

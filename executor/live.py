@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from executor.block_names import TextNames
+from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
 from executor.conversation import Conversations, keeps_history
+from executor.device_memory import choose_allocator, measure_use
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
-from executor.memory import MeasuredCosts, make_admission, make_host_cache, make_swap
+from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
@@ -94,8 +96,9 @@ def replay_live(
     from metrics import Recorder
 
     recorder = Recorder()
-    cache = loaded.new_cache(scheduler.ledger.total_blocks, config.block_size)
     rows = min(scheduler.max_num_seqs, len(trace), 256)
+    most_tokens = min(scheduler.token_budget, int(trace.prompt_tokens.sum()))
+    cache = make_cache(config, loaded, scheduler.ledger.total_blocks, rows, most_tokens)
     runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
     runner.host = make_host_cache(scheduler.swap, cache)
     names.texts = runner.texts
@@ -136,6 +139,7 @@ def replay_live(
 
 def load_for(config: LiveConfig, longest: int) -> Loaded:
     """The model that a config names, for contexts up to `longest` (or as far as the model reaches)."""
+    choose_allocator(config.allocator)
     return load_model(
         config.model,
         device=config.device,
@@ -147,6 +151,8 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
         max_tokens=longest,
         clip_max_tokens=True,
         trim_last_layer=config.trim_last_layer,
+        graphs=config.graphs,
+        block_size=config.block_size,
     )
 
 
@@ -195,6 +201,9 @@ def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
 def _default_blocks(config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> int:
     """Blocks for the whole trace at once, if `memory_share` of the free memory holds them; else what it holds."""
     per_block = loaded.kv_bytes_per_token * config.block_size
+    if loaded.device.type == "cuda":
+        # The largest batch runs once: what it keeps is then no longer counted as free.
+        measure_use(loaded, most_rows=config.token_budget or 2048, most_sampled=config.max_num_seqs or 256)
     room = int(free_memory_bytes(loaded.device) * config.memory_share) // per_block
     lengths = trace.prompt_tokens + trace.max_output_tokens
     wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
@@ -237,7 +246,9 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
     from executor.step import Step
 
     size = runner.cache.block_size
-    tokens = max(1, min(tokens, (runner.cache.blocks - 1) * size, runner.loaded.max_tokens))
+    packed = runner.cache if isinstance(runner.cache, CompressedKVCache) else None
+    room = (packed.full_blocks if packed is not None else runner.cache.blocks) - 1
+    tokens = max(1, min(tokens, room * size, runner.loaded.max_tokens))
     span = np.arange(tokens, dtype=np.int32)
     zero = np.zeros(1, np.int32)
     none = np.empty(0, np.int32)
@@ -265,11 +276,15 @@ def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> flo
         if runner.cache.device.type == "cuda":
             torch.cuda.synchronize(runner.cache.device)
         best = min(best, (time.perf_counter_ns() - started) / tokens)
+    if packed is not None:
+        packed.drop(list(range(packed.blocks)))
     return best
 
 
 def _warm_up(runner: Runner) -> None:
-    """First use of kernels, buffers and threads, so that the first request does not pay for them."""
+    """First use of kernels, buffers, threads and graphs, so that the first request does not pay for them."""
+    if runner.graphs is not None:
+        runner.graphs.warm()
     import numpy as np
 
     from executor.step import Step
@@ -386,6 +401,7 @@ def _run_config(
 
 def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
+    facts["kv_pool_bytes"] = runner.cache.num_bytes
     if runner.host is not None:
         times = runner.host.times
         facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9

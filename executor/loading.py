@@ -17,6 +17,7 @@ from profiler import load_model_spec
 from profiler.model_spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+GRAPHS = ("auto", "on", "off")
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
@@ -94,6 +95,7 @@ class Loaded:
     kv_dtype: torch.dtype
     seed: int
     max_tokens: int
+    graphs: str = "auto"
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -136,13 +138,19 @@ def load_model(
     max_tokens: int | None = None,
     clip_max_tokens: bool = False,
     trim_last_layer: bool = True,
+    graphs: str = "auto",
+    block_size: int | None = None,
 ) -> Loaded:
     """Load a model (see find_model).
 
     dtype `auto`: float32 on a CPU, the checkpoint's own dtype on CUDA. kv_dtype `auto`: the same as dtype.
     max_tokens: longest context that will be asked for, the spec's max_position by default; beyond max_position it is
         an error, or with clip_max_tokens cut down to it (longer requests are then the scheduler's to reject).
+    graphs: "on", "off", or "auto": CUDA graphs where they can be (see cuda_graphs). block_size: of the pool to come,
+        where known: a backend that cannot read such blocks is then not chosen.
     """
+    if graphs not in GRAPHS:
+        raise ExecutorError(f"graphs: found {graphs!r}, expected one of {', '.join(GRAPHS)}")
     source = ModelSource("spec", name, None) if isinstance(name, ModelSpec) else find_model(name)
     spec = source.spec
     where = pick_device(device)
@@ -156,10 +164,12 @@ def load_model(
     if longest > spec.max_position:
         raise ExecutorError(f"max_tokens: found {longest}, but {spec.name} reaches {spec.max_position} positions")
     set_of_kernels = make_kernels(kernels, where, weight_dtype)
-    backend = make_attention(attention, spec, where, pool_dtype, set_of_kernels.activation_dtype)
+    backend = make_attention(
+        attention, spec, where, pool_dtype, set_of_kernels.activation_dtype, block_size=block_size
+    )
     weights = source.weights(seed, weight_dtype, where)
     model = Model(spec, weights, set_of_kernels, backend, longest, trim_last_layer=trim_last_layer)
-    return Loaded(model, source, where, weight_dtype, pool_dtype, seed, longest)
+    return Loaded(model, source, where, weight_dtype, pool_dtype, seed, longest, graphs)
 
 
 def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:

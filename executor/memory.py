@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from math import ceil
 
+from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
+from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
+from executor.loading import Loaded
 from executor.swap import HostCache
 from policies.admission import AdmissionControl, Ladder
 from policies.swap import HostMemory, Swap, SwapCosts
+from profiler.kv_compression import Compression
 
 GIB, MIB = 2**30, 2**20
 
@@ -49,6 +53,28 @@ def make_swap(config: LiveConfig, block_bytes: int, costs: MeasuredCosts) -> Swa
 def make_admission(config: LiveConfig) -> AdmissionControl | None:
     ladder = ladder_of(config)
     return None if ladder is None else AdmissionControl(ladder)
+
+
+def compression_of(config: LiveConfig) -> Compression | None:
+    """What `kivi4` or `delta8` stands for; None for keys and values as they are."""
+    text = config.kv_compression
+    if text is None:
+        return None
+    if config.ahead or config.preemption != "recompute" or (config.ladder and "offload" in config.ladder):
+        raise ExecutorError("--kv-compression: found --async or swapping beside it, expected neither")
+    return Compression.parse(text, config.block_size, config.kv_window)
+
+
+def make_cache(config: LiveConfig, loaded: Loaded, blocks: int, rows: int, most_tokens: int) -> KVCache:
+    """The KV pool of a run. rows: requests at once; most_tokens: of one batch (in full precision, as windows are)."""
+    compression = compression_of(config)
+    if compression is None:
+        return loaded.new_cache(blocks, config.block_size)
+    if loaded.model.attention.name not in ("reading", "reference") or loaded.model.kernels.name != "torch":
+        raise ExecutorError("--kv-compression: expected --kernels torch and --attention reading (or reference)")
+    size = config.block_size
+    full = min(blocks + 1, rows * (config.kv_window // size + 2) + -(-most_tokens // size))
+    return CompressedKVCache(loaded.spec, blocks + 1, size, loaded.kv_dtype, loaded.device, compression, full)
 
 
 def make_host_cache(swap: Swap | None, cache: KVCache) -> HostCache | None:

@@ -17,6 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor.compressed_kv import CompressedKVCache
+from executor.cuda_graphs import graphs_for
+from executor.device_timing import IterationTimer
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
 from executor.sampler import Sampling, sample
@@ -88,11 +91,16 @@ class Prepared:
 
 
 class Result(NamedTuple):
-    """ids: one per wanted row, sampler.INVALID where its logits were NaN. start_ns, end_ns: on perf_counter_ns."""
+    """ids: one per wanted row, sampler.INVALID where its logits were NaN. start_ns, end_ns: on perf_counter_ns.
+
+    On CUDA start_ns is where the device began: the launch before it is host time. executed_rows: with the padding of a
+    graph, 0 without one.
+    """
 
     ids: list[int]
     start_ns: int
     end_ns: int
+    executed_rows: int = 0
 
 
 class Runner:
@@ -124,6 +132,10 @@ class Runner:
         self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
         self.host = host
+        self.graphs = graphs_for(loaded, cache, longest)
+        self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None
+        self._packed = cache if isinstance(cache, CompressedKVCache) else None
+        self._computed: dict[int, int] = {}
         self._poison_freed = poison
         self._to_poison: list[int] = []
 
@@ -135,6 +147,9 @@ class Runner:
         self._changes += 1
         if row is None:
             return
+        if self._packed is not None:
+            whole = self._computed.pop(row, 0) // self._block_size if self.ledger.prefix_caching else 0
+            self._packed.leave(self._tables[row].tolist(), whole)
         if self._poison_freed:
             self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
         # To the tail: a row is not used again while a batch planned before may still read it.
@@ -306,6 +321,8 @@ class Runner:
     def execute(self, prepared: Prepared) -> Result:
         """Run the batch and sample. Batches have to be executed in the order in which they were planned."""
         start_ns = time.perf_counter_ns()
+        if self._timer is not None:
+            self._timer.start(prepared.batch.number)
         if prepared.batch.swap_out and self.host is not None:
             self.host.copy_out(prepared.batch.swap_out)
         if prepared.poison:
@@ -317,15 +334,34 @@ class Runner:
         if step.num_decodes:
             first = int(step.decode_row[0])
             token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
-        logits = self.loaded.model.forward(token_ids, step, self.cache)
-        ids: list[int] = []
+        forward = self.loaded.model.forward if self.graphs is None else self.graphs.forward
+        logits = forward(token_ids, step, self.cache)
+        if self._packed is not None:
+            self._pack_old(step)
+        sampled = None
         if prepared.wanted:
             sampled = self._sample(logits, prepared)
             self._last_tokens[step.tensor(step.sampled_table)] = sampled.clamp(min=0)
-            ids = sampled.tolist()
+        if self._timer is not None:
+            self._timer.stop()
+        ids: list[int] = [] if sampled is None else sampled.tolist()
         if self.cache.device.type == "cuda":
             torch.cuda.synchronize(self.cache.device)
-        return Result(ids, start_ns, time.perf_counter_ns())
+        end_ns = time.perf_counter_ns()
+        if self._timer is not None:
+            for _, device_ns in self._timer.finished():
+                start_ns = max(start_ns, end_ns - device_ns)
+        executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
+        return Result(ids, start_ns, end_ns, executed)
+
+    def _pack_old(self, step: Step) -> None:
+        """Pack what this batch has pushed out of its requests' windows."""
+        assert self._packed is not None
+        contexts = dict(zip(step.chunk_table.tolist(), (step.chunk_prefix + step.chunk_tokens).tolist()))
+        contexts.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
+        for row, context in contexts.items():
+            self._packed.seal_old(step.block_tables[row], context)
+        self._computed.update(contexts)
 
     def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         kernels = self.loaded.model.kernels

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-_WHAT, _ENGINE, _PROFILE = "What to compare", "Engine", "Profile"
+from experiments.errors import ExperimentError
+
+_WHAT, _ENGINE, _PROFILE, _AGAINST = "What to compare", "Engine", "Profile", "Against a run that exists"
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def validate(
-    trace: Annotated[Path, typer.Argument(help="Trace file.")],
+    trace: Annotated[Path | None, typer.Argument(help="Trace file; none with --against.")] = None,
     policies: Annotated[
         str, typer.Option(help="Policies, as a,b or chunked:chunk_size=256,vllm_v1.", rich_help_panel=_WHAT)
     ] = "chunked,prefill_priority",
@@ -45,6 +47,21 @@ def validate(
         Path | None, typer.Option(help="Use this profile instead of measuring one.", rich_help_panel=_PROFILE)
     ] = None,
     budget: Annotated[str, typer.Option(help="Time for measuring, as 120s.", rich_help_panel=_PROFILE)] = "120s",
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Compare with this live run folder (several: repeats), vLLM benchmark JSON or request log (.jsonl); "
+            "nothing is run.",
+            rich_help_panel=_AGAINST,
+        ),
+    ] = None,
+    cost_model: Annotated[
+        str | None, typer.Option(help="model.json of a validation, or as for the simulator.", rich_help_panel=_AGAINST)
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="Device of another engine's log.", rich_help_panel=_AGAINST)] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks of another engine.", rich_help_panel=_AGAINST)
+    ] = None,
     trace_format: Annotated[str, typer.Option(help="Form of the trace file.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
     out: Annotated[
@@ -53,6 +70,17 @@ def validate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Hold predictions beside live runs, and say how far they can be trusted."""
+    if against:
+        _against(
+            against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", as_json,
+            {
+                "policy": policies if "," not in policies else None, "block_size": block_size, "num_blocks": num_blocks,
+                "max_num_seqs": max_num_seqs, "token_budget": token_budget,
+            },
+        )  # fmt: skip
+        return
+    if trace is None:
+        raise ExperimentError("found no trace: name a trace file, or an existing run with --against")
     from executor.commands_profile import seconds_of
     from experiments.live_side import EngineChoice
     from experiments.validate import Settings, Validation
@@ -78,6 +106,39 @@ def validate(
     for line in in_short(result):
         print(f"- {line}")
     print(f"{result.took_s:.0f} s; report: {written[1]}")
+
+
+def _against(
+    references: list[Path], cost_model: str | None, profile: Path | None, gpu: str | None, model: str, out: Path,
+    as_json: bool, options: dict[str, Any],
+) -> None:  # fmt: skip
+    from experiments.against import against_short, validate_against, write_against
+    from metrics.run_folder import json_ready
+
+    if profile is not None:
+        cost_model = _fitted(profile, out)
+    result = validate_against(
+        references, cost_model=cost_model or "auto", gpu=gpu, model=model, options=options, say=Say(as_json)
+    )
+    written = write_against(result, out)
+    if as_json:
+        rows = [row.as_dict() for row in result.comparisons]
+        print(json.dumps({"in_short": against_short(result), "comparisons": json_ready(rows)}, indent=2))
+        return
+    for line in against_short(result):
+        print(f"- {line}")
+    print(f"report: {written[1]}")
+
+
+def _fitted(profile: Path, out: Path) -> str:
+    """A profile fitted into a model file beside the report."""
+    from profiler.fit_iterations import fit_iterations
+    from profiler.iteration_model import write_fit
+    from profiler.profile import read_profile
+
+    out.mkdir(parents=True, exist_ok=True)
+    write_fit(fit_iterations(read_profile(profile)), out / "model.json")
+    return str(out / "model.json")
 
 
 def validate_full(
@@ -132,8 +193,6 @@ class Say:
 
 def shares_of(text: str) -> tuple[float, ...]:
     """ "0.6,0.9" as numbers; ExperimentError for anything else."""
-    from experiments.errors import ExperimentError
-
     found: list[Any] = []
     for part in text.split(","):
         try:

@@ -248,6 +248,16 @@ class Cohort:
             heappop(steps)
         return steps[0] - self.planned if steps else 0
 
+    def growth_within(self, steps: int) -> int:
+        """Blocks that the next `steps` steps need in all."""
+        block_size, growth, first = self.block_size, self._growth, self.planned
+        rounds, rest = divmod(steps, block_size)
+        blocks = rounds * sum(growth) + sum([growth[step % block_size] for step in range(first, first + rest)])
+        for step, tracks in self._grows_later.items():
+            if step < first + steps:
+                blocks += len(tracks) * (1 + (first + steps - 1 - step) // block_size)
+        return blocks
+
     def steps_within(self, free_blocks: int, most: int) -> int:
         """How many further steps, at most `most`, can be planned with `free_blocks` blocks."""
         block_size, growth = self.block_size, self._growth

@@ -77,11 +77,13 @@ class AttentionTables:
         window: int | None = None,
         fused: bool = True,
         uneven: bool = True,
+        typical: bool = True,
         padded: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
         """window: tokens that attention looks back. fused False: a chunk and decodes cost their sum (an ablation).
 
-        uneven False: contexts are taken as equal (an ablation). padded: batch sizes as a CUDA graph was captured for,
+        uneven False: contexts are taken as equal (an ablation). typical False: contexts lie just above a step, as
+        profiles measure them (an ablation). padded: batch sizes as a CUDA graph was captured for,
         which is when a kernel decides whether to split contexts.
         """
         self.window = window or 0
@@ -94,7 +96,7 @@ class AttentionTables:
 
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
         counts = np.arange(DECODE_LIMIT + 1, dtype=float)
-        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :], typical=True) * 1e3
+        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :], typical) * 1e3
         slope = np.diff(value, axis=1) * self.contexts.inverse
         self._decode_slope = np.concatenate([slope, slope[:, -1:]], axis=1)
         self._decode_base = value - self._decode_slope * self.contexts.knots
@@ -106,7 +108,7 @@ class AttentionTables:
         self._chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
         grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
         shape = tuple(axis.size for axis in grid)
-        everywhere = np.broadcast_to(source.batch_us(*grid, typical=True) * 1e3, shape) if fused else np.zeros(0)
+        everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape) if fused else np.zeros(0)
         self._mixed = everywhere.reshape(-1)
         self._strides = (
             len(far) * len(self.decodes.knots) * len(far),

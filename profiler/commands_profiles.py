@@ -1,4 +1,4 @@
-"""`python -m profiler import | fit`: other projects' measurements to profiles, profiles to fitted models."""
+"""`python -m profiler import | fit | refine`: measurements to profiles, profiles to fitted models, logs to terms."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     app.command(name="import")(import_command)
     app.command(name="fit")(fit_command)
+    app.command(name="refine")(refine_command)
+    app.command(name="report")(report_command)
 
 
 def import_command(
@@ -61,9 +63,10 @@ def fit_command(
         raise ProfileError(f"{profile}: device {device!r}: {error}; name it with --gpu") from None
     fit = fit_device(table, hardware)
     if check:
-        from profiler.holdout import held_out, summary
+        from profiler.holdout import held_out, summary, worst_cases
 
-        fit = replace(fit, errors=summary(held_out(table, hardware)))
+        tables = held_out(table, hardware)
+        fit = replace(fit, errors=summary(tables), worst=worst_cases(tables))
     write_model(fit, out)
     layouts = len(fit.attention) + len(fit.families)
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
@@ -82,6 +85,51 @@ def _fit_whole_iterations(profile: Profile, out: Path) -> None:
         f"{out}: {fit.model} on {fit.device}, {errors['shapes']:.0f} shapes; held-out structures: median error "
         f"{errors['held_out_median']:.1%}, P95 {errors['held_out_p95']:.1%}"
     )
+
+
+def refine_command(
+    model_file: Annotated[str, typer.Argument(help="model file (.json), or a GPU with a shipped fit, e.g. rtx4090")],
+    run: Annotated[Path, typer.Option("--run", help="live run folder, or vLLM step log (.jsonl)")],
+    out: Annotated[Path, typer.Option("--out", help="model file to write")],
+    model: Annotated[str, typer.Option(help="model that made the log")] = "llama-3.1-8b",
+    tp: Annotated[int, typer.Option(help="tensor-parallel degree of the engine")] = 1,
+) -> None:
+    """Estimate the terms that no kernel profile knows from a live run; the result is marked as calibrated on it."""
+    from profiler.compose import compose
+    from profiler.fitted import find_fitted
+    from profiler.hardware import load_hardware
+    from profiler.model_config import load_model_spec
+    from profiler.model_file import read_model, write_model
+    from profiler.refine import describe, read_step_log, refined
+
+    fit = read_model(find_fitted(model_file) or model_file)
+    log = read_step_log(run)
+    cost = compose(fit, load_model_spec(model), load_hardware(fit.gpu), tp=tp)
+    calibrated, found = refined(fit, cost, log)
+    write_model(calibrated, out)
+    print(f"{out}: calibrated on {log.source}")
+    print(f"  {describe(found)}")
+
+
+def report_command(
+    model_file: Annotated[str, typer.Argument(help="model file (.json), or a GPU with a shipped fit, e.g. h100")],
+    figures: Annotated[Path | None, typer.Option(help="folder for the figures")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """What a fitted model rests on, how far it can be trusted, and where it is worst."""
+    import json
+
+    from profiler.fitted import find_fitted
+    from profiler.model_file import read_model
+    from profiler.report import draw, report, text
+
+    fit = read_model(find_fitted(model_file) or model_file)
+    facts = report(fit)
+    print(json.dumps(facts, indent=2) if as_json else text(facts))
+    if figures is not None:
+        written = draw(fit, figures)
+        if not as_json:
+            print("\n".join(f"wrote {path}" for path in written))
 
 
 def gpu_name(device: str) -> str:

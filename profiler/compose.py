@@ -57,13 +57,14 @@ def compose(
         raise ProfileError(f"fitted model {fit.gpu}: found kv_dtype {kv_dtype}, expected auto or {fit.dtype}")
     split = tuple(layer_split) if layer_split is not None else split_layers(spec.layers, pp)
     check_split(split, spec.layers, pp)
-    parts = _Parts(fit, spec, hardware, tp, terms or EngineTerms())
+    parts = _Parts(fit, spec, hardware, tp, terms or EngineTerms.from_mapping(fit.terms, f"fitted model {fit.gpu}"))
     name = f"fitted {spec.name} {fit.gpu} tp{tp}{f' pp{pp}' if pp > 1 else ''} {wanted}"
     attention = AttentionTables(
         parts.attention(),
         window=spec.sliding_window,
         fused=parts.terms.fused_batches,
         uneven=parts.terms.uneven_contexts and not spec.sliding_window,
+        typical=parts.terms.typical_contexts,
         padded=parts.terms.padded,
     )
     layers, first, last, sampled = parts.layer_rows(), parts.first_rows(), parts.last_rows(), parts.sampled()
@@ -144,7 +145,8 @@ class _Parts:
         if spec.position == "rope":
             parts["rotary"] = self.elementwise("rotary", q + kv, 2 * (q + kv))
         if spec.qk_norm:
-            parts["qk_norm"] = self.elementwise("norm", q + kv, 2 * (q + kv))
+            own = self.fit.nearest("qk_norm", q + kv) is not None
+            parts["qk_norm"] = self.elementwise("qk_norm" if own else "norm", q + kv, 2 * (q + kv))
         if tp > 1:
             reduce = self.all_reduce()
             parts["all_reduce"] = lambda rows: 2.0 * reduce(rows)

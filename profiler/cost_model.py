@@ -70,7 +70,7 @@ class CostModel(Protocol):
 
 
 class QuickCostModel(CostModel, Protocol):
-    """What a cost model may offer in addition, each alone: the same numbers in fewer calls, for a hot path."""
+    """What a cost model may offer in addition, each alone: the same numbers in fewer calls, for hot paths."""
 
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns before and after, stage_ns and inside, for a model with one stage."""
@@ -83,6 +83,6 @@ class QuickCostModel(CostModel, Protocol):
     def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
         """(start, step, slope, offset, rest) if repeat_ns is int((start + i * step) * slope + offset) + rest.
 
-        None where it is not. For a model with one stage.
+        None where it is not.
         """
         ...

@@ -45,8 +45,9 @@ class DeviceFit:
 
     attention: head layouts with fits of their own; families: where a kernel table has dozens of layouts.
     gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
-    the models that were measured themselves, as (model, tensor_parallel). errors: held-out errors by operator (see
-    `profiler.holdout`). noise: relative spread of repeats by operator.
+    the models that were measured themselves, as (model, tensor_parallel). terms: `EngineTerms` that differ from their
+    defaults, after a calibration on a live run. errors: held-out errors by operator (see
+    `profiler.holdout`), worst: their worst cases by name. noise: relative spread of repeats by operator.
     """
 
     gpu: str
@@ -57,9 +58,11 @@ class DeviceFit:
     gemm_law: GemmLaw | None = None
     collectives: tuple[Collective, ...] = ()
     profiled: tuple[tuple[str, int], ...] = ()
+    terms: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
+    worst: tuple[str, ...] = ()
 
     def curve(self, operator: str, n: int, k: int) -> RowCurve | None:
         """The curve measured for this operator and width, or for a GEMM of no particular model with it."""

@@ -22,12 +22,14 @@ class EngineTerms:
         pass over their bytes would be, the pass is charged. Kernels that were fused already keep their times.
     fused_batches: a chunk and decodes in one attention kernel, as measured; off: their sum.
     uneven_contexts: what a batch's longest context adds beyond its mean; off: all contexts equal.
+    typical_contexts: contexts lie anywhere between the multiples of 128 that a kernel steps by; off: all just above
+        one, as profiles measure them.
     sampler: the sampler after the output head.
     kernel_gap_us: idle time between two kernels of a layer (0: the profile's kernels run back to back).
     host_before_us, host_before_sequence_us: planning and input preparation, per step and per sequence (hidden when
         planning runs ahead). host_after_us, host_after_sample_us: output handling, per step and per sampled sequence.
         Defaults: linear fits over step logs of real vLLM runs on a CPU (see `profiler.roofline_constants`).
-    step_us: time a step takes that nothing above explains; 0 unless a live run was calibrated on.
+    step_us: time a step takes that nothing above explains (negative: less); 0 unless a live run was calibrated on.
     """
 
     graph_padding: bool = True
@@ -35,6 +37,7 @@ class EngineTerms:
     compiled: bool = True
     fused_batches: bool = True
     uneven_contexts: bool = True
+    typical_contexts: bool = True
     sampler: bool = True
     kernel_gap_us: float = 0.0
     host_before_us: float = 65.0
@@ -47,8 +50,9 @@ class EngineTerms:
         for key, value in asdict(self).items():
             if isinstance(value, bool):
                 continue
-            if not isinstance(value, int | float) or not 0 <= value < 1e6:
-                raise ProfileError(f"term {key}: found {value!r}, expected a number from 0 to 1,000,000")
+            least = -1e5 if key == "step_us" else 0
+            if not isinstance(value, int | float) or not least <= value < 1e6:
+                raise ProfileError(f"term {key}: found {value!r}, expected a number from {least:g} to 1,000,000")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "terms") -> EngineTerms:

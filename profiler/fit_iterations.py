@@ -1,8 +1,8 @@
 """Fit whole iterations: non-negative prices on physically shaped amounts, relative errors, outliers held down.
 
-What is fitted is the median of each shape's undisturbed measurements. What disturbances cost on average is kept apart
-(`disturbance`), and so is how far the machine's speed wanders (`drift`): a mean over thousands of live iterations pays
-the one and inherits the other.
+What is fitted is the median of each shape's undisturbed measurements at the machine's average speed. What disturbances
+cost on average is kept apart (`disturbance`), and so is how far the speed wanders (`drift`; neighbours share caches and
+clocks): a mean over thousands of live iterations pays the one and inherits the other.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ Array = NDArray[np.float64]
 RESAMPLES = 24
 FOLDS = 5
 LEAST_SHAPES = 8
+ALTERNATIONS = 4
+STRETCH = 28
+"""Measurements by which the machine's speed is told, a few seconds of them."""
+STEADY = 0.015
+"""Standard deviation of the speed below which the machine is taken to be the same all the time."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +64,29 @@ def shapes_of(table: Any) -> list[BatchShape]:
 def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLES) -> IterationFit:
     """Fit the `iteration` rows of one device, model, dtype and backend; raises ProfileError if there are too few."""
     table = profile.rows_of("iteration").reset_index(drop=True)
-    measured = grouped(table)
-    if len(measured) < LEAST_SHAPES:
-        raise ProfileError(f"profile: found {len(measured)} distinct iterations, expected at least {LEAST_SHAPES}")
-    shapes = [item.shape for item in measured]
-    design = _design(shapes)
-    seconds = np.array([item.device_s for item in measured])
-    weights = np.sqrt(np.minimum([item.count for item in measured], 9)) / 3.0
-    prices = _solve(design, seconds, weights)
+    everything = shapes_of(table)
+    calm = table["outlier"].to_numpy() == 0
+    own_s = own_seconds(table)
+    slowness = np.ones(len(table))
+    for _ in range(ALTERNATIONS):
+        # The machine's speed while it measured, and the prices at its average speed: one after the other.
+        measured = grouped(everything, own_s / slowness, calm)
+        if len(measured) < LEAST_SHAPES:
+            raise ProfileError(f"profile: found {len(measured)} distinct iterations, expected at least {LEAST_SHAPES}")
+        shapes = [item.shape for item in measured]
+        design = _design(shapes)
+        seconds = np.array([item.device_s for item in measured])
+        weights = np.sqrt(np.minimum([item.count for item in measured], 9)) / 3.0
+        prices = _solve(design, seconds, weights)
+        fitted = np.maximum(_design(everything) @ prices, 1.0)
+        slowness = _slowness(table["at_s"].to_numpy(), np.log(own_s * 1e9 / fitted))
     rng = np.random.default_rng(seed)
     ensemble = []
     for _ in range(resamples):
         rows = rng.integers(len(shapes), size=len(shapes))
         ensemble.append(tuple(_solve(design[rows], seconds[rows], weights[rows]).tolist()))
-    everything = shapes_of(table)
-    fitted = _design(everything) @ prices
     observed = table["median_s"].to_numpy() * 1e9
-    calm = table["outlier"].to_numpy() == 0
-    before, after = _host(table, everything, calm)
+    before, after = _host(table, everything, calm, slowness)
     held_out = _held_out(design, seconds, weights, shapes)
     inside = np.abs(design @ prices / (seconds * 1e9) - 1)
     return IterationFit(
@@ -90,8 +100,8 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         host_after=after,
         bounds=_bounds(shapes),
         resampled=tuple(ensemble),
-        disturbance=max(0.0, float(observed.sum() / np.maximum(fitted, 1).sum()) - 1.0),
-        drift=_drift(table, observed / fitted, calm),
+        disturbance=max(0.0, float(observed.sum() / (fitted * slowness).sum()) - 1.0),
+        drift=float(np.std(np.log(slowness))),
         errors={
             "shapes": float(len(shapes)),
             "fit_median": float(np.median(inside)),
@@ -99,26 +109,30 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
             "held_out_median": float(np.median(held_out)),
             "held_out_p95": float(np.quantile(held_out, 0.95)),
         },
-        noise=_noise(table, observed, calm),
+        noise=_noise(everything, observed / slowness, calm),
         provenance={"measured": dict(profile.provenance)},
     )
 
 
-def grouped(table: Any) -> list[Measured]:
-    """Distinct shapes of a table's rows with their undisturbed time.
+def own_seconds(table: Any) -> Array:
+    """Device time of every row without what others had the processor for.
 
-    Where every measurement of a shape was disturbed, the least of them stands in, each cut to its processor's share
-    of the wall time: of a single thread that leaves out what others had the processor for.
+    A disturbed measurement is cut to its processor's share of the wall time; on several threads the share is mostly
+    above 1 and changes nothing.
     """
     wall = table["median_s"] + table["host_before_s"] + table["host_after_s"]
-    least = (table["median_s"] * np.fmin(1.0, (table["cpu_s"] / wall).fillna(1.0))).to_numpy()
-    by_shape: dict[BatchShape, list[tuple[int, float, float]]] = {}
-    for shape, *row in zip(shapes_of(table), table["outlier"], table["median_s"], least):
-        by_shape.setdefault(shape, []).append((int(row[0]), float(row[1]), float(row[2])))
+    share = np.fmin(1.0, (table["cpu_s"] / wall).fillna(1.0))
+    return np.asarray(table["median_s"] * np.where(table["outlier"] == 0, 1.0, share), float)
+
+
+def grouped(shapes: Sequence[BatchShape], own_s: Array, calm: Any) -> list[Measured]:
+    """Distinct shapes with the median of their undisturbed times; the least time where all were disturbed."""
+    by_shape: dict[BatchShape, list[tuple[bool, float]]] = {}
+    for shape, good, seconds in zip(shapes, calm, own_s):
+        by_shape.setdefault(shape, []).append((bool(good), float(seconds)))
     found = []
     for shape, rows in by_shape.items():
-        calm = [seconds for outlier, seconds, _ in rows if not outlier]
-        times = calm or [min(quickest for _, _, quickest in rows)]
+        times = [seconds for good, seconds in rows if good] or [min(seconds for _, seconds in rows)]
         found.append(Measured(shape, float(np.median(times)), len(times)))
     return found
 
@@ -200,7 +214,9 @@ def _held_out(design: Array, seconds: Array, weights: Array, shapes: Sequence[Ba
     return known if len(known) else np.array([np.nan])
 
 
-def _host(table: Any, shapes: Sequence[BatchShape], calm: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _host(
+    table: Any, shapes: Sequence[BatchShape], calm: Any, slowness: Array
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Prices of host time before and after an iteration, ns."""
     from sklearn.linear_model import LinearRegression
 
@@ -210,7 +226,7 @@ def _host(table: Any, shapes: Sequence[BatchShape], calm: Any) -> tuple[tuple[fl
         return (0.0,) * 4, (0.0, 0.0)
 
     def solve(design: Any, seconds: Any) -> tuple[float, ...]:
-        target = seconds[known].to_numpy() * 1e9
+        target = (seconds / slowness)[known].to_numpy() * 1e9
         # The upper tail is the machine's doing, and counted in `disturbance`.
         keep = target <= 3 * np.median(target)
         solver = LinearRegression(positive=True, fit_intercept=False)
@@ -222,22 +238,28 @@ def _host(table: Any, shapes: Sequence[BatchShape], calm: Any) -> tuple[tuple[fl
     return before, after
 
 
-def _drift(table: Any, ratio: Array, calm: Any) -> float:
-    """Standard deviation of the mean logarithm of measured over fitted between ten stretches of the measuring time."""
-    at = table["at_s"].to_numpy()
-    known = calm & ~np.isnan(at) & (ratio > 0)
-    if known.sum() < 40:
-        return 0.0
-    stretch = np.minimum((at[known] / max(float(at[known].max()), 1e-9) * 10).astype(int), 9)
-    logs = np.log(ratio[known])
-    means = [float(np.median(logs[stretch == number])) for number in range(10) if (stretch == number).sum() >= 4]
-    return float(np.std(means, ddof=1)) if len(means) > 2 else 0.0
+def _slowness(at_s: Array, excess: Array) -> Array:
+    """How slow the machine was at each measurement, 1 on average, from the logarithm of measured over fitted.
+
+    One value for every stretch of so many measurements as tell it to about a per cent; all 1 where the stretches
+    differ by no more than that.
+    """
+    known = ~np.isnan(at_s)
+    order = np.argsort(np.where(known, at_s, 0.0), kind="stable")
+    count = len(order) // STRETCH
+    if not known.all() or count < 3:
+        return np.ones(len(at_s))
+    found = np.zeros(len(at_s))
+    for rows in np.array_split(order, count):
+        found[rows] = np.median(excess[rows])
+    found -= found.mean()
+    return np.exp(found) if float(np.std(found)) > STEADY else np.ones(len(at_s))
 
 
-def _noise(table: Any, observed: Array, calm: Any) -> dict[str, float]:
+def _noise(shapes: Sequence[BatchShape], observed: Array, calm: Any) -> dict[str, float]:
     """Relative deviation of repeats of one shape from their median: what no fit can get below."""
     groups: dict[BatchShape, list[float]] = {}
-    for shape, time, good in zip(shapes_of(table), observed, calm):
+    for shape, time, good in zip(shapes, observed, calm):
         if good:
             groups.setdefault(shape, []).append(float(time))
     repeats = [times for times in groups.values() if len(times) >= 3]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.batch import BatchShape
 from profiler.attention_family import fit_families, nearest_family
 from profiler.attention_fit import batch_columns, fit_attention
 from profiler.device_fit import MANY_LAYOUTS
@@ -51,6 +52,7 @@ def held_out(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
         import pandas as pd
 
         found |= {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
+    found |= _iterations(profile, hardware)
     return {name: table for name, table in found.items() if len(table)}
 
 
@@ -80,6 +82,28 @@ def _coverage(size: Array, fold: Array) -> float:
         if (fold == one).any() and (fold == other).any()
     ]
     return float(np.mean(covered)) if covered else float("nan")
+
+
+def worst_cases(tables: Mapping[str, pd.DataFrame], each: int = 2) -> tuple[str, ...]:
+    """The largest errors of every table by name: what was left out, its shape, measured and predicted."""
+    lines = []
+    for name, table in tables.items():
+        error = table["predicted_us"] / table["us"] - 1
+        for index in error.abs().sort_values(ascending=False).index[:each]:
+            row = table.loc[index]
+            times = f"{row['us']:.1f} us, predicted {row['predicted_us']:.1f} ({error[index]:+.0%})"
+            lines.append(f"{name}: {_named(row)}: {times}")
+    return tuple(lines)
+
+
+def _named(row: pd.Series) -> str:
+    if row["operator"] not in ("attention", "iteration"):
+        return f"{row['operator']} {row['n']:.0f} x {row['k']:.0f}, {row['rows']:.0f} rows"
+    parts = [f"{row['heads']:.0f}/{row['kv_heads']:.0f} heads"] if row["heads"] else []
+    parts += [f"chunks {row['chunks']}"] if row["chunks"] else []
+    if row["decodes"]:
+        parts.append(f"{row['decodes']:.0f} decodes of {row['decode_context_total'] / row['decodes']:.0f}")
+    return ", ".join(parts)
 
 
 RUN = 8
@@ -238,3 +262,53 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
             if parts:
                 found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
+
+
+# --- whole iterations ------------------------------------------------------------------------------------------------
+
+SAMPLE = 400
+
+
+def _iterations(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
+    """Whole steps of a profiled model: a fit that lacks chunk sizes, batch sizes or contexts, and every second row
+    count of the GEMMs, against the fit that has them."""
+    import pandas as pd
+
+    from profiler.compose import compose
+    from profiler.device_fit import fit_device
+    from profiler.model_config import load_model_spec
+
+    table = profile.table
+    if "qkv" not in set(table["operator"]) or "attention" not in set(table["operator"]):
+        return {}
+    tp = int(table["tensor_parallel"].min())
+    own = profile.only(tensor_parallel=tp)
+    spec = load_model_spec(str(own.table["model"].iloc[0]))
+    batches = batch_columns(own.table)
+    attention = (own.table["operator"] == "attention").to_numpy()
+    even = attention & (batches["longest"] <= np.ceil(batches["context"])).to_numpy()
+    gemms = ((own.table["k"] > 0) & (own.table["operator"] != "head")).to_numpy()
+    whole = compose(fit_device(own, hardware), spec, hardware, tp=tp)
+    rows = list(folds(own.table["rows"].to_numpy(float)[gemms], most=USED_ROWS))
+    found = {}
+    for axis in ("tokens", "decodes", "context"):
+        parts = []
+        for fold, chosen in enumerate(folds(batches[axis].to_numpy()[even])):
+            out = even & batches[axis].isin(chosen).to_numpy()
+            left = out | (gemms & own.table["rows"].isin(rows[fold % len(rows)]).to_numpy())
+            part = compose(fit_device(type(own)(own.table[~left], own.provenance), hardware), spec, hardware, tp=tp)
+            picked = np.random.default_rng(fold).permutation(np.flatnonzero(out))[:SAMPLE]
+            shapes = [_shape(row) for _, row in batches.iloc[picked].iterrows()]
+            scored = own.table.iloc[picked].copy()
+            scored["operator"], scored["median_s"] = "iteration", whole.predict_ns(shapes) * 1e-9
+            parts.append(_scored(scored, part.predict_ns(shapes) * 1e-3, fold))
+        if parts:
+            found[f"iteration {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+    return found
+
+
+def _shape(row: pd.Series) -> BatchShape:
+    decodes, tokens = int(row["decodes"]), int(row["tokens"])
+    chunks = ((tokens, int(row["prefix"])),) if tokens else ()
+    total = round(float(row["context"]) * decodes)
+    return BatchShape(chunks, decodes, total, int(np.ceil(row["context"])) if decodes else 0, 0, decodes + len(chunks))

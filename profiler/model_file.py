@@ -78,9 +78,11 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
         "gpu": fit.gpu,
         "dtype": fit.dtype,
         "provenance": dict(fit.provenance),
+        "terms": dict(fit.terms),
         "profiled": [list(pair) for pair in fit.profiled],
         "errors": {key: dict(value) for key, value in fit.errors.items()},
         "noise": dict(fit.noise),
+        "worst": list(fit.worst),
         "curves": [curve(item) for item in fit.curves],
         "collectives": [{"participants": item.participants, **curve(item.curve)} for item in fit.collectives],
         "gemm_law": fit.gemm_law and asdict(fit.gemm_law),
@@ -160,8 +162,10 @@ def read_model(path: str | Path) -> DeviceFit:
             Collective(item.count("participants", least=2), _curve(item, arrays)) for item in entry.items("collectives")
         ),
         profiled=entry.pairs("profiled", lambda pair: (str(pair[0])[:200], int(pair[1]))),
+        terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
         errors={key: dict(value) for key, value in entry.mapping("errors").items() if isinstance(value, dict)},
+        worst=tuple(str(line)[:200] for line in entry.values.get("worst") or () if isinstance(line, str)),
         noise={key: float(value) for key, value in entry.mapping("noise").items() if isinstance(value, int | float)},
     )
 

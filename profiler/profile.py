@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LAYER_GEMMS = ("qkv", "attention_out", "ffn_up", "ffn_down")
 """Linear layers of one transformer layer, named as `ModelSpec.gemms` names them."""
 
-ROW_OPERATORS = ("norm", "activation", "rotary")
+ROW_OPERATORS = ("norm", "activation", "rotary", "qk_norm")
 """Per-layer operators whose cost depends on the rows alone."""
 
 OPERATORS = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from simulator.autoscaling import Autoscaler, make_autoscaling
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
+from simulator.kv_store import KVStore
 from simulator.memory import ReplicaMemory
 from simulator.pools import ClusterPlan
 from simulator.replica import Replica
@@ -101,6 +103,9 @@ class Cluster:
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
         self._links: dict[int, HostLink] = {}
+        # Requests whose prefix is on its way from the shared store to their replica.
+        self._fetching: dict[int, tuple[Request, int]] = {}
+        self.store = KVStore(self, plan.config.kv_store_gib) if plan.config.kv_store_gib is not None else None
         config = plan.config
         self.router = make_router(config.router, config.router_knobs)
         self._rng = Random(f"{config.seed} router")
@@ -127,7 +132,10 @@ class Cluster:
         """The client of a request has lost its patience; nothing happens if it has ended."""
         reason = "client gave up waiting"
         replica = self._home.get(row)
-        if replica is not None:
+        if self.store is not None and (fetched := self._fetching.pop(row, None)) is not None:
+            self.store.cancel(row)
+            self.end_unplaced(*fetched, "aborted", reason)
+        elif replica is not None:
             replica.withdraw([row], reason)
         elif row in self._stranded:
             request, output_tokens = self._stranded.pop(row)
@@ -149,8 +157,19 @@ class Cluster:
         self._home[request.id] = replica
         if self._kv is not None and self.plan.pools[self.pool_number(replica)].role == "prefill":
             self._kv.submit(replica, request, output_tokens, produced)
+        elif self.store is not None and request.prefix_hashes and not produced:
+            self._fetching[request.id] = request, output_tokens
+            self.store.fetch(replica, request, partial(self._fetched, replica, request, output_tokens))
         else:
             replica.submit(request, output_tokens, produced=produced)
+
+    def _fetched(self, replica: Replica, request: Request, output_tokens: int, tokens: int) -> None:
+        """The first `tokens` tokens of a prompt are at its replica, which may have gone meanwhile."""
+        del self._fetching[request.id]
+        if self.is_up(replica):
+            replica.submit(request, output_tokens, computed=tokens)
+        else:
+            self._place(request, output_tokens, 0)
 
     def _on_end(self, track: Track, replica: Replica) -> None:
         request = track.request
@@ -163,6 +182,8 @@ class Cluster:
                 return
             self._kv.cancel(row)
             self._kv.room(replica)
+        if self.store is not None and track.status == "finished":
+            self.store.leave(replica, request)
         if self._draining:
             self._let_go(replica)
         if self.journeys and row in self.journeys:
@@ -261,6 +282,8 @@ class Cluster:
         if self._links:
             facts["swap_link_busy_s"] = sum(link.busy_ns for link in self._links.values()) / 1e9
             facts["swap_link_wait_s"] = sum(link.waited_ns for link in self._links.values()) / 1e9
+        if self.store is not None:
+            facts.update(self.store.facts())
         return facts
 
     def pool_number(self, replica: Replica) -> int:
@@ -295,6 +318,8 @@ class Cluster:
             return
         life = self._life(replica)
         life.down_ns, life.reason = self.env.now, reason
+        if self.store is not None:
+            self.store.lose(replica)
         homeless: list[Journey] = []
         go_elsewhere: Callable[[], None] | None = None
         if self._kv is not None:

@@ -35,7 +35,8 @@ class ReplayConfig:
     prefix_caching: share equal prefixes, whatever the policy. preemption: recompute, swap or auto, to swap_gib of host
     memory in pages of swap_page_mib, over a link of swap_bandwidth bytes/s (the GPU's own by default) that
     replicas_per_link replicas share. ladder: rungs of policies.admission.Ladder, whose knobs are trouble_from,
-    plain_tokens, risk and max_wait_s. kv_store_gib: each replica's share of a KV store for all of them.
+    plain_tokens, risk and max_wait_s. kv_store_gib: each replica's share of a KV store for all of them. kv_compression:
+    keys and values older than kv_window tokens packed (kivi4, delta8, ...): their bytes, not the time of unpacking.
     """
 
     policy: str = "chunked"
@@ -89,6 +90,8 @@ class ReplayConfig:
     risk: float = 1.0
     max_wait_s: float = 60.0
     kv_store_gib: float | None = None
+    kv_compression: str | None = None
+    kv_window: int = 128
 
     def __post_init__(self) -> None:
         for name in COUNTS:

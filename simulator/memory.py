@@ -10,6 +10,7 @@ from policies.batch import BatchShape
 from policies.swap import PREEMPTIONS, HostMemory, Swap, SwapCosts
 from profiler import load_hardware, load_model_spec
 from profiler.dtypes import dtype_bytes
+from profiler.kv_compression import Compression
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.host_memory import HostLink
@@ -30,9 +31,12 @@ class ReplicaMemory:
         self.ladder = ladder_of(config)
         model = load_model_spec(config.model)
         kv_dtype = kv_dtype_of(config)
-        self.block_bytes = model.kv_bytes_per_token(kv_dtype) * config.block_size
+        # What is swapped is mostly old: a thousand tokens stand for it.
+        packed = compression_ratio(config, 1000 + config.kv_window)
+        self.block_bytes = round(model.kv_bytes_per_token(kv_dtype) * config.block_size / packed)
         layers = max(config.layer_split) if config.layer_split else -(-model.layers // config.pp)
-        self.device_block_bytes = model.kv_bytes_per_token(kv_dtype, config.tp, layers=layers) * config.block_size
+        per_token = model.kv_bytes_per_token(kv_dtype, config.tp, layers=layers)
+        self.device_block_bytes = round(per_token * config.block_size / packed)
 
     @property
     def swaps(self) -> bool:
@@ -95,6 +99,14 @@ def ladder_of(config: ReplayConfig) -> Ladder | None:
         config.ladder, trouble_from=config.trouble_from, plain_tokens=config.plain_tokens, risk=config.risk,
         max_wait_s=config.max_wait_s,
     )  # fmt: skip
+
+
+def compression_ratio(config: ReplayConfig, tokens: int) -> float:
+    """How many times smaller the KV of a request with so many tokens is than in full; 1 without compression."""
+    if config.kv_compression is None:
+        return 1.0
+    compression = Compression.parse(config.kv_compression, config.block_size, config.kv_window)
+    return compression.ratio(load_model_spec(config.model), tokens, kv_dtype_of(config))
 
 
 def check_memory(config: ReplayConfig) -> None:

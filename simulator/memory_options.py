@@ -38,6 +38,11 @@ MaxWait = Annotated[float, _option("--max-wait", "Longest expected wait for a fi
 SharedPool = Annotated[
     float | None, _option("--kv-store-gib", "KV store that all replicas share over RDMA: GiB of each replica's host.")
 ]
+KVCompression = Annotated[
+    str | None,
+    _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ... (their bytes, not their time)."),
+]
+KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay in full precision.")]
 
 FLAGS: dict[str, tuple[Any, Any]] = {
     "prefix_caching": (PrefixCaching, False),
@@ -52,5 +57,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "risk": (Risk, 1.0),
     "max_wait_s": (MaxWait, 60.0),
     "kv_store_gib": (SharedPool, None),
+    "kv_compression": (KVCompression, None),
+    "kv_window": (KVWindow, 128),
 }
 """Name of the config field -> (annotation, default)."""

@@ -99,12 +99,15 @@ class Replica:
 
     # Requests come and go
 
-    def submit(self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False) -> Track:
-        """Queue a request now. produced, hands_over: as `Scheduler.add` takes them."""
+    def submit(
+        self, request: Request, ends_after: int | None, *, produced: int = 0, hands_over: bool = False,
+        computed: int = 0,
+    ) -> Track:
+        """Queue a request now. produced, hands_over, computed: as `Scheduler.add` takes them."""
         self.settle()
         track = self.scheduler.add(
-            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over
-        )
+            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
+        )  # fmt: skip
         if track.status == "rejected":
             self._end(track)
         else:
@@ -167,23 +170,27 @@ class Replica:
     def prefill_tokens(self) -> int:
         return self.scheduler.queues.prefill_tokens
 
+    # A leap answers for this moment without being stopped.
+
     @property
     def decode_tokens_promised(self) -> int:
         promised = self.scheduler.queues.decode_tokens_promised
         leap = self._leap
         if leap is not None:
-            # A leap answers for this moment without being stopped.
             promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
         return promised
 
     @property
-    def total_blocks(self) -> int:
-        return self.scheduler.ledger.total_blocks
+    def free_blocks(self) -> int:
+        free = self.scheduler.ledger.free_blocks
+        leap = self._leap
+        if leap is not None:
+            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.env.now))
+        return free
 
     @property
-    def free_blocks(self) -> int:
-        self.settle()
-        return self.scheduler.ledger.free_blocks
+    def total_blocks(self) -> int:
+        return self.scheduler.ledger.total_blocks
 
     @property
     def block_size(self) -> int:

@@ -19,6 +19,7 @@ BACKENDS: dict[str, str] = {
     "sdpa": "executor.attention.sdpa:SdpaAttention",
     "paged": "executor.attention.paged:PagedAttention",
     "reference": "executor.attention.reference:ReferenceAttention",
+    "reading": "executor.attention.reading:ReadingAttention",
 }
 """Name -> where its class lives, fastest first: the order in which `auto` tries them."""
 

@@ -42,6 +42,10 @@ class AttentionBackend(ABC):
         """Empty if the backend reads blocks of so many tokens, else the reason."""
         return ""
 
+    def held(self) -> list[Tensor]:
+        """Memory of its own that a captured graph goes on writing to."""
+        return []
+
     @abstractmethod
     def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
         """Write attention of q into out, both [rows, heads * head_dim]; q may be a strided view of qkv.

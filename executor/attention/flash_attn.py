@@ -1,15 +1,19 @@
 """FlashAttention, whichever generation imports: all chunks in one variable-length launch, all decodes in another.
 
 Generation 3 is the module `flash_attn_interface` (Hopper), 4 is `flash_attn.cute` (Hopper and Blackwell), 2 the package
-`flash_attn` (Ampere and later). Keys and values are read from the pool through block tables; the pool's own layout is
-handed over as a strided view. 2 wants blocks in multiples of 256 tokens. 3 and 4 may load whole pages, so a
-page's unused slots must be finite: the pool starts as zeros, and `--poison` does not go with them.
+`flash_attn` (Ampere and later), and 1 stands for the copy of 2 that PyTorch carries (`varlen_attn`, paged from 2.12),
+for which nothing has to be installed. Keys and values are read from the pool through block tables; the pool's own
+layout is handed over as a strided view. 1 and 2 want blocks in multiples of 256 tokens. 3 and 4 may load whole pages,
+so a page's unused slots must be finite: the pool starts as zeros, and `--poison` does not go with them.
+
+PyTorch's copy is called with num_splits = 1: with more, rows after the first are not written (pytorch issue 194167).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,12 +37,15 @@ def find_generation(capability: int) -> tuple[int, str]:
         (3, "flash_attn_interface", "flash_attn_with_kvcache", 90, 90),
         (4, "flash_attn.cute", "flash_attn_varlen_func", 90, 120),
         (2, "flash_attn", "flash_attn_varlen_func", 80, 120),
+        (1, "torch.nn.attention.varlen", "varlen_attn_out", 80, 120),
     ):
         if not lowest <= capability <= highest:
             reasons.append(f"FlashAttention {generation} is for other devices")
             continue
         try:
-            getattr(import_module(module), name)
+            found = getattr(import_module(module), name)
+            if generation == 1 and "block_table" not in signature(found).parameters:
+                raise AttributeError("varlen_attn has no paging before PyTorch 2.12")
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
             # The package is found even where its compiled half is not: only importing tells.
             reasons.append(f"{module}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
@@ -68,7 +75,10 @@ class FlashAttention(AttentionBackend):
                 raise ExecutorError(f"attention flash_attn: {reason}")
         self.generation = generation
         self.name = f"flash_attn{generation}"
-        self._chunks, self._decodes = {2: self._second, 3: self._third, 4: self._fourth}[generation]()
+        self._chunks, self._decodes = self._calls(generation)
+
+    def _calls(self, generation: int) -> tuple[Attend, Attend]:
+        return {1: self._of_torch, 2: self._second, 3: self._third, 4: self._fourth}[generation]()
 
     @classmethod
     def why_not(cls, spec: ModelSpec, device: torch.device, kv_dtype: torch.dtype) -> str:
@@ -82,12 +92,12 @@ class FlashAttention(AttentionBackend):
 
     @classmethod
     def why_not_blocks(cls, block_size: int) -> str:
-        if not torch.cuda.is_available() or find_generation(_capability(torch.device("cuda")))[0] != 2:
+        if not torch.cuda.is_available() or find_generation(_capability(torch.device("cuda")))[0] > 2:
             return ""
         return _blocks_of_2(block_size)
 
     def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
-        if self.generation == 2 and (reason := _blocks_of_2(cache.block_size)):
+        if self.generation <= 2 and (reason := _blocks_of_2(cache.block_size)):
             raise ExecutorError(f"attention flash_attn: {reason}")
         arrays = arrays_of(step, cache.block_size)
         first, decodes = arrays.sizes.chunk_rows, arrays.sizes.decodes
@@ -102,6 +112,29 @@ class FlashAttention(AttentionBackend):
 
     def _window(self, unlimited: int | None) -> tuple[int | None, int | None]:
         return (self.window - 1, 0) if self.window else (unlimited, unlimited)
+
+    def _of_torch(self) -> tuple[Attend, Attend]:
+        from torch.nn.attention.varlen import varlen_attn_out
+
+        def call(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, starts: Tensor, most: int, arrays: DeviceArrays,
+                 lengths: Tensor, tables: Tensor) -> Tensor:  # fmt: skip
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            varlen_attn_out(
+                out, q, k, v, rows, starts, most, arrays.most_context, scale=self.scale,
+                window_size=(self.window - 1, 0) if self.window else (-1, 0), enable_gqa=True, seqused_k=lengths,
+                block_table=tables, num_splits=1,
+            )  # fmt: skip
+            return out
+
+        def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return call(q, k, v, arrays.chunk_start, arrays.context_start, arrays.most_query, arrays,
+                        arrays.chunk_length, arrays.chunk_tables)  # fmt: skip
+
+        def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
+            return call(q[:, 0], k, v, arrays.decode_row, arrays.decode_start, 1, arrays,
+                        arrays.decode_length, arrays.decode_tables)[:, None]  # fmt: skip
+
+        return chunks, decodes
 
     def _second(self) -> tuple[Attend, Attend]:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -165,4 +198,5 @@ class FlashAttention(AttentionBackend):
 def _blocks_of_2(block_size: int) -> str:
     if block_size % BLOCKS_OF_2 == 0:
         return ""
-    return f"FlashAttention 2 reads blocks in multiples of {BLOCKS_OF_2} tokens, found --block-size {block_size}"
+    wanted = f"blocks in multiples of {BLOCKS_OF_2} tokens"
+    return f"FlashAttention 2 (and PyTorch's copy of it) reads {wanted}, found --block-size {block_size}"

@@ -44,6 +44,9 @@ class TritonAttention(AttentionBackend):
             return f"the Triton kernels take heads of up to 256, found {spec.head_dim}"
         return triton_reason(device)
 
+    def held(self) -> list[Tensor]:
+        return [] if self._parts is None else list(self._parts)
+
     def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
         arrays = arrays_of(step, cache.block_size)
         chunks, decodes = arrays.sizes.tiles > 0, arrays.sizes.decodes > 0

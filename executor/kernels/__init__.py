@@ -9,7 +9,7 @@ from executor.kernels.base import Kernels, Linear
 
 __all__ = ["KERNELS", "Kernels", "Linear", "make_kernels"]
 
-KERNELS = ("auto", "native", "triton", "plain_device", "torch")
+KERNELS = ("auto", "native", "triton", "compiled", "plain_device", "torch")
 
 
 def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -25,7 +25,7 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels
 
     if name == "torch":
         return PlainKernels(device, dtype)
-    if name in ("triton", "plain_device") or (name == "auto" and device.type == "cuda"):
+    if name in ("triton", "compiled", "plain_device") or (name == "auto" and device.type == "cuda"):
         return _device_kernels(name, device, dtype)
     from executor.kernels.native import WEIGHT_DTYPES, NativeKernels
     from executor.native.library import native_reason
@@ -45,6 +45,10 @@ def _device_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kern
         return DeviceKernels(device, dtype)
     if name == "triton":
         return TritonKernels(device, dtype)
+    if name == "compiled":
+        from executor.kernels.compiled import CompiledKernels
+
+        return CompiledKernels(device, dtype)
     from executor.self_test import why_kernels_fail
 
     return DeviceKernels(device, dtype) if why_kernels_fail(device, dtype) else TritonKernels(device, dtype)

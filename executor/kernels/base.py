@@ -52,6 +52,10 @@ class Kernels(ABC):
             self._buffers[name] = held
         return held[: rows * columns].view(rows, columns)
 
+    def held(self) -> list[Tensor]:
+        """The reused memory as it is now: a captured graph goes on writing to it."""
+        return list(self._buffers.values())
+
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         """gated: weight is gate above up, [2 n, in]; the result is silu(gate) * up, n columns."""

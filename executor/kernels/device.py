@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.device_step import arrays_of
 from executor.errors import ExecutorError
 from executor.kernels.base import Linear
 from executor.kernels.plain import PlainKernels
@@ -158,13 +159,14 @@ class TritonKernels(DeviceKernels):
             return
         from executor.triton_kernels.fused import rotate_and_store_rows
 
+        arrays = arrays_of(step, cache.block_size)
         d, kv_heads = cache.head_dim, cache.kv_heads
         heads = qkv.shape[1] // d - 2 * kv_heads
         keys, values = cache.keys(layer), cache.values(layer)
         q_norm, k_norm = norms or (rope[0], rope[0])
         if step.rows:
             rotate_and_store_rows[step.rows, heads + 2 * kv_heads](
-                qkv, step.row_positions, step.row_slots, *rope, q_norm, k_norm, keys, values, qkv.stride(0),
+                qkv, arrays.positions, arrays.slots, *rope, q_norm, k_norm, keys, values, qkv.stride(0),
                 keys.stride(0), keys.stride(1), keys.stride(2), eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=d,
                 D=max(16, _power(d)), HALF=rope[0].shape[1], BLOCK_SIZE=cache.block_size, NORMED=norms is not None,
                 num_warps=1 if d <= 128 else 2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -22,6 +23,7 @@ def triton_reason(device: torch.device) -> str:
     return ""
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; 4 where there is no GPU to ask."""
     if device.type == "cuda":

@@ -25,6 +25,7 @@ _DENSE = {
     "embedding": "embedding",
     "layernorm": "norm",
     "qkv_proj": "qkv",
+    "qk_norm": "qk_norm",
     "rotary_emb": "rotary",
     "o_proj": "attention_out",
     "gate_up_proj": "ffn_up",
@@ -103,6 +104,7 @@ def operator_width(operator: str, spec: ModelSpec, tp: int) -> tuple[int, int]:
         "rotary": spec.q_size // tp + spec.kv_heads_per_device(tp) * spec.head_dim,
         "sampler": spec.vocab,
     }
+    widths["qk_norm"] = widths["rotary"]
     return gemms.get(operator) or (widths.get(operator, spec.hidden), 0)
 
 

@@ -22,7 +22,7 @@ from executor.kv_cache import KVCache
 from profiler.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 
-SIZES = {2: 256, 3: 16, 4: 16}
+SIZES = {1: 256, 2: 256, 3: 16, 4: 16}
 
 
 def formula(
@@ -55,6 +55,18 @@ def packed(q, k, v, starts, tables, lengths, scale, window):  # type: ignore[no-
 def batched(q, k, v, tables, lengths, scale, window):  # type: ignore[no-untyped-def]
     parts = [formula(q[i], k, v, tables[i], int(n), scale, window) for i, n in enumerate(lengths)]
     return torch.stack(parts)
+
+
+def torch_varlen(
+    out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    assert enable_gqa
+    assert num_splits == 1
+    assert window_size[1] == 0
+    assert int(cu_seq_q.diff().max()) <= max_q
+    assert cu_seq_k.diff().tolist() == seqused_k.tolist()
+    out.copy_(packed(query, key, value, cu_seq_q, block_table, seqused_k, scale, window_size))
 
 
 def second_varlen(
@@ -109,13 +121,14 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     two.__dict__.update(flash_attn_varlen_func=second_varlen, flash_attn_with_kvcache=second_cached, cute=four)
     three.__dict__.update(flash_attn_with_kvcache=third_cached)
     four.__dict__.update(flash_attn_varlen_func=fourth_varlen)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn_out", torch_varlen)
     for module in (two, three, four):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("generation", [2, 3, 4])
+@pytest.mark.parametrize("generation", [1, 2, 3, 4])
 def test_chunks_and_decodes_are_handed_over_as_the_reference_means_them(generation: int, window: int | None) -> None:
     block_size = SIZES[generation]
     spec = ModelSpec(
@@ -146,9 +159,24 @@ def test_hopper_takes_generation_3_others_the_one_made_for_them() -> None:
 def test_a_package_without_its_compiled_half_is_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn_out", lambda out, query: None)
     generation, reason = find_generation(90)
     assert generation == 0
     assert "flash_attn" in reason
+    assert "no paging before PyTorch 2.12" in reason
+
+
+def test_pytorchs_own_copy_needs_no_package_and_has_the_signature_of_the_stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    parameters = inspect.signature(varlen.varlen_attn_out).parameters
+    if "block_table" not in parameters:
+        pytest.skip("this PyTorch has no paged varlen_attn")
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert find_generation(90) == (1, "")
+    assert list(parameters) == list(inspect.signature(torch_varlen).parameters)
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -186,7 +186,7 @@ def test_poison_reaches_the_named_blocks_only() -> None:
 
 
 def test_a_backend_that_cannot_run_says_why() -> None:
-    with pytest.raises(ExecutorError, match="expected one of auto, native, sdpa, reference"):
+    with pytest.raises(ExecutorError, match=r"expected one of auto, .*sdpa.*reference"):
         make_attention("flashy", spec(), CPU, torch.float32, torch.float32)
     with pytest.raises(ExecutorError, match="float64"):
         make_attention("native", spec(), CPU, torch.float64, torch.float64)

@@ -16,7 +16,7 @@ from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kernels.device import FUSIONS, TritonKernels
 from executor.loading import load_model
-from executor.self_test import check_attention, check_kernels, report_lines, why_attention_fails
+from executor.self_test import check_attention, check_kernels, report_lines, self_test, why_attention_fails
 from executor.triton_kernels.runtime import triton_reason
 from policies import BatchShape
 from profiler import load_model_spec
@@ -81,6 +81,21 @@ def test_each_fusion_can_be_switched_off_and_changes_nothing_but_rounding() -> N
         TritonKernels(DEVICE, torch.float32, fused=frozenset({"softmax"}))
 
 
+@pytest.mark.slow
+def test_compiled_steps_can_be_traced_whole_and_equal_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces each step as one graph; the back end that only runs the graph keeps the C++ compiler out of it."""
+    from executor.kernels import compiled
+
+    class Traced(compiled.CompiledKernels):
+        def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+            super().__init__(device, dtype, backend="eager")
+
+    monkeypatch.setattr(compiled, "CompiledKernels", Traced)
+    exact = logits_of("torch", "reference", "float64", {})
+    ours = logits_of("compiled", "paged", "float32", {})
+    assert float((exact - ours).abs().max()) < 2e-6 * max(1.0, float(exact.abs().max()) * 10)
+
+
 class Broken(PagedAttention):
     """Forgets the scale of the scores: a kernel that runs and is wrong."""
 
@@ -96,6 +111,15 @@ def test_a_kernel_that_is_wrong_does_not_pass_its_self_test() -> None:
     assert why_attention_fails(PagedAttention, spec, torch.device("cpu"), torch.float32, 16) == ""
     (first, *_) = check_attention(ReferenceAttention, spec, torch.device("cpu"), torch.float32, 16)
     assert first.passed
+
+
+def test_the_self_test_of_a_cpu_reports_all_that_can_be_chosen() -> None:
+    checks = self_test(torch.device("cpu"), torch.bfloat16)
+    assert [check for check in checks if check.case and not check.passed] == []
+    assert {"sdpa", "paged", "reference", "plain_device"} <= {check.kernel for check in checks if check.passed}
+    (flash,) = [check for check in checks if check.kernel == "flash_attn"]
+    assert (flash.case, flash.passed) == ("", False)
+    assert "runs on CUDA" in flash.reason
 
 
 def test_auto_takes_no_device_backend_on_a_cpu_and_a_named_one_says_why_not() -> None:

@@ -85,10 +85,11 @@ def test_several_replicas_share_what_one_would_do_alone():
     assert set(by_request(result, "finished_s")) == set(by_request(alone, "finished_s"))
 
 
-def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at():
+@pytest.mark.parametrize("router", ["least_outstanding_tokens", "least_kv"])
+def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at(router):
     """A thousand arrivals pass by a replica in the middle of a long answer: it still leaps over it in one go."""
     rows = [(0, 4, 3000)] + [(1 + i * 0.01, 4, 1) for i in range(1000)]
-    config = ReplayConfig(replicas=2, router="least_outstanding_tokens", num_blocks=1000)
+    config = ReplayConfig(replicas=2, router=router, num_blocks=1000)
     leaps = []
 
     class Watched(Recorder):
@@ -121,7 +122,10 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
 
     def look(event):
         def seen():
-            return (replica.num_running, replica.num_waiting, replica.prefill_tokens, replica.decode_tokens_promised)
+            return (
+                replica.num_running, replica.num_waiting, replica.prefill_tokens, replica.decode_tokens_promised,
+                replica.free_blocks,
+            )  # fmt: skip
 
         before = seen()
         replica.settle()

@@ -147,3 +147,60 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(PolicyError, match=message):
             run(trace, **options)
+
+
+def shared_prompts():
+    """Four requests of one 1024-token prefix (two hashes) and 512 tokens of their own, long after each other."""
+    trace = trace_of([(100 * row, 1536, 2) for row in range(4)])
+    return replace(trace, prefix_hashes=[(1, 2, 10 + row) for row in range(4)], hash_tokens=512)
+
+
+def test_a_shared_store_serves_prefixes_computed_elsewhere():
+    """Round robin over two replicas: each prefix was computed next door. 1024 tokens are 128 MiB, 0.1 s at this NIC."""
+    options = {"policy": "chunked", "num_blocks": 1000, "replicas": 2, "router": "round_robin", "kv_latency_s": 0.0}
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    alone = run(shared_prompts(), cost, **options).summary
+    store = run(shared_prompts(), cost, kv_store_gib=4.0, kv_bandwidth=1280 * MIB, **options).summary
+    assert store["store_hit_tokens"] == 3 * 1024
+    assert store["store_fetch_s_mean"] == pytest.approx((0.1 + 0.1 + 128 * MIB / 64e9) / 3, rel=0.3)
+    # 1536 tokens in chunks of 512: 1.536 s and three iterations; with the prefix 0.512 s, one of them, and the fetch.
+    assert alone["ttft_s_max"] == pytest.approx(1.566, abs=1e-3)
+    assert store["ttft_s_p50"] == pytest.approx(0.522 + 0.1, abs=0.02)
+    assert store["store_bytes_in"] == (2 + 4) * 64 * MIB
+
+
+def test_a_store_that_is_slower_than_computing_is_left_alone():
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=10_000)
+    options = {"policy": "chunked", "num_blocks": 1000, "replicas": 2, "router": "round_robin"}
+    summary = run(shared_prompts(), cost, kv_store_gib=4.0, kv_bandwidth=1e9, **options).summary
+    assert summary["store_hit_tokens"] == 1024, "the third request's, which its own host has"
+
+
+def test_a_full_store_forgets_the_ends_of_old_prefixes_first():
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    options = {"policy": "chunked", "num_blocks": 1000, "replicas": 2, "router": "round_robin"}
+    # Room for two entries of 64 MiB a host: the shared beginning.
+    summary = run(shared_prompts(), cost, kv_store_gib=0.125, kv_bandwidth=1e11, **options).summary
+    assert summary["finished"] == 4
+    assert 0 < summary["store_hit_tokens"] <= 3 * 1024
+
+
+def test_clients_that_give_up_during_a_fetch_and_hosts_that_die_lose_nobody():
+    trace = trace_of([(row * 0.4, 1536, 20) for row in range(30)]).with_timeout(2.5)
+    trace = replace(trace, prefix_hashes=[(1, 2, 10 + row) for row in range(30)], hash_tokens=512)
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    summary = run(
+        trace, cost, policy="chunked", num_blocks=1000, replicas=2, router="round_robin", kv_store_gib=4.0,
+        kv_bandwidth=2e8, failures=("1@5+3",),
+    ).summary  # fmt: skip
+    assert summary["finished"] + summary["aborted"] + summary["failed"] == 30
+    assert summary["aborted"] > 0
+
+
+def test_packed_keys_and_values_make_room_for_more_requests():
+    """Requests of 4128 tokens, 4000 of them old: 125 groups of 32 in 4736 instead of 16384 bytes a head and layer."""
+    trace = trace_of([(0, 4000, 128)])
+    plain, packed = (
+        run(trace, kv_compression=kind, block_size=32, policy="chunked").config["num_blocks"] for kind in (None, "kivi4")
+    )
+    assert packed == int(plain * 4128 * 16384 / (4000 * 4736 + 128 * 16384))

@@ -1,0 +1,67 @@
+"""`python -m executor compression`: what packed keys and values save, cost and do to a model's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from executor.commands import DType, Json, ModelName, Threads, _set_threads
+from executor.errors import ExecutorError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("compression")(compression_command)
+
+
+def compression_command(
+    text: Annotated[Path, typer.Argument(help="A text to run through the model.")],
+    model: ModelName = "smollm2",
+    dtype: DType = "float32",
+    tokens: Annotated[int, typer.Option(help="Tokens of the text, from its beginning.")] = 1024,
+    codings: Annotated[str, typer.Option("--codings", help="kivi, delta, or both with a comma.")] = "kivi,delta",
+    bits: Annotated[str, typer.Option("--bits", help="Bits per element: some of 2, 4, 8.")] = "8,4,2",
+    group: Annotated[int, typer.Option(help="Tokens packed together: the KV block.")] = 32,
+    window: Annotated[int, typer.Option(help="Most recent tokens in full precision.")] = 128,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Measure compressed keys and values on a text: perplexity, logits, bytes and time, beside the full pool."""
+    from executor.compression_error import measure_compression
+    from executor.loading import load_model
+    from executor.tokenizer import load_tokenizer
+    from profiler.kv_compression import Compression
+
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExecutorError(f"{text}: cannot be read as UTF-8 text: {error}") from None
+    try:
+        widths = [int(part) for part in bits.split(",")]
+    except ValueError:
+        raise ExecutorError(f"--bits: found {bits!r}, expected numbers as 4,2") from None
+    settings = [
+        Compression(coding.strip(), width, group, window) for coding in codings.split(",") for width in widths
+    ]
+    _set_threads(threads)
+    loaded = load_model(
+        model, dtype=dtype, device="cpu", kernels="torch", attention="sdpa", max_tokens=tokens, clip_max_tokens=True,
+        trim_last_layer=False,
+    )  # fmt: skip
+    ids = load_tokenizer(loaded.source).encode(words)[: min(tokens, loaded.max_tokens)]
+    found = [error.as_dict() for error in measure_compression(loaded, ids, settings)]
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    full = found[0]["perplexity_full"]
+    print(f"{len(ids)} tokens, window {window}, groups of {group}; perplexity in full {full:.3f}")
+    columns = (
+        "coding", "bits", "perplexity", "kl", "logit_error_mean", "logit_error_max", "same_top", "packed_ratio",
+        "ratio", "seal_us_per_token", "read_us_per_token", "read_full_us_per_token",
+    )  # fmt: skip
+    print("  ".join(f"{name:>{max(8, len(name))}}" for name in columns))
+    for row in found:
+        cells = [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in columns]
+        print("  ".join(f"{cell:>{max(8, len(name))}}" for name, cell in zip(columns, cells)))

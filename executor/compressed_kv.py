@@ -1,0 +1,215 @@
+"""Keys and values of old tokens in a few bits: packing, unpacking, and a pool that attention reads.
+
+Two codings of a group of neighbouring tokens. `kivi` quantises keys per channel over the group's tokens and values per
+token over its channels, as KIVI (ICML 2024) found that their outliers lie. `delta` stores a group's first token in full
+and every further one as its difference from the token before, quantised per token against what the reader will have
+reconstructed, so that errors do not add up (CacheGen, SIGCOMM 2024, codes deltas against an anchor token likewise).
+The most recent tokens stay in full precision until whole blocks of them are old enough.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from executor.errors import ExecutorError
+from executor.kv_cache import KVCache
+from profiler.kv_compression import CODINGS, Compression
+
+Coding = Literal["kivi", "delta"]
+
+
+@dataclass
+class Packed:
+    """A group of n tokens, [..., n, d], packed. codes: uint8; scale, low: float16 (or the group's first token)."""
+
+    codes: Tensor
+    scale: Tensor
+    low: Tensor
+    first: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        parts = [self.codes, self.scale, self.low] + ([] if self.first is None else [self.first])
+        return sum(part.numel() * part.element_size() for part in parts)
+
+
+def quantise(values: Tensor, bits: int, over: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes 0..2^bits - 1, scale and low of `values`, each row along dimension `over` with a scale of its own.
+
+    Scale and low are float16, and codes are chosen against what float16 keeps of them.
+    """
+    top = (1 << bits) - 1
+    low = values.amin(dim=over, keepdim=True).to(torch.float16)
+    span = values.amax(dim=over, keepdim=True) - low.to(values.dtype)
+    scale = (span / top).clamp(min=1e-6).to(torch.float16)
+    codes = ((values - low.to(values.dtype)) / scale.to(values.dtype)).round_().clamp_(0, top)
+    return codes.to(torch.uint8), scale, low
+
+
+def dequantise(codes: Tensor, scale: Tensor, low: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.to(dtype) * scale.to(dtype) + low.to(dtype)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes of `bits` bits, 8 / bits of them in a byte, along the last dimension."""
+    per_byte = 8 // bits
+    grouped = codes.unflatten(-1, (-1, per_byte))
+    packed = grouped[..., 0].clone()
+    for at in range(1, per_byte):
+        packed |= grouped[..., at] << (bits * at)
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    mask = (1 << bits) - 1
+    parts = [(packed >> (bits * at)) & mask for at in range(8 // bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)
+
+
+def pack(values: Tensor, bits: int, coding: Coding, *, keys: bool) -> Packed:
+    """Pack [..., tokens, channels]; keys and values have their outliers in different directions (kivi)."""
+    if coding == "kivi":
+        codes, scale, low = quantise(values, bits, over=-2 if keys else -1)
+        return Packed(pack_codes(codes, bits), scale, low)
+    tokens = values.shape[-2]
+    first = values[..., :1, :].to(torch.float16)
+    before = first.to(values.dtype)[..., 0, :]
+    coded = []
+    for at in range(1, tokens):
+        codes, scale, low = quantise(values[..., at, :] - before, bits, over=-1)
+        before = before + dequantise(codes, scale, low, values.dtype)
+        coded.append((codes, scale, low))
+    codes, scale, low = (torch.stack(parts, dim=-2) for parts in zip(*coded))
+    return Packed(pack_codes(codes, bits), scale, low, first)
+
+
+def unpack(packed: Packed, bits: int, dtype: torch.dtype) -> Tensor:
+    """What `pack` was given, up to its rounding: [..., tokens, channels]."""
+    values = dequantise(unpack_codes(packed.codes, bits), packed.scale, packed.low, dtype)
+    if packed.first is None:
+        return values
+    return torch.cat((packed.first.to(dtype), values), dim=-2).cumsum(dim=-2)
+
+
+class CompressedKVCache(KVCache):
+    """A pool whose old blocks are packed, one group a block; a small pool holds the blocks in full precision.
+
+    Block numbers are the ledger's, so nothing else has to know. `full_blocks`: blocks in full precision at once: the
+    windows of the running requests and the tokens of one batch. A block is packed by `seal` once all of its tokens are
+    older than the window, and gets room in full precision again when somebody writes into it.
+    """
+
+    def __init__(
+        self, spec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, compression: Compression,
+        full_blocks: int,
+    ) -> None:  # fmt: skip
+        if compression.coding not in CODINGS:
+            raise ExecutorError(f"compression: found {compression.coding!r}, expected one of {', '.join(CODINGS)}")
+        if compression.bits not in (2, 4, 8) or spec.head_dim % (8 // compression.bits):
+            raise ExecutorError(f"compression: found {compression.bits} bits, expected 2, 4 or 8")
+        super().__init__(spec, full_blocks, block_size, dtype, device)
+        self.full_blocks, self.blocks, self.compression = full_blocks, blocks, compression
+        self._slot_of = torch.full((blocks,), -1, dtype=torch.long)
+        self.sealed_tokens = self.seal_ns = 0
+        self._free = list(range(full_blocks - 1, -1, -1))
+        self._sealed = torch.zeros(blocks, dtype=torch.bool)
+        empty = torch.zeros(self.layers, self.kv_heads, block_size, self.head_dim)
+        self._parts: list[list[Tensor]] = []
+        for keys in (True, False):
+            form = pack(empty, compression.bits, compression.coding, keys=keys)  # type: ignore[arg-type]
+            made = [form.codes, form.scale, form.low] + ([] if form.first is None else [form.first])
+            self._parts.append([torch.empty((blocks, *part.shape), dtype=part.dtype, device=device) for part in made])
+
+    @property
+    def num_bytes(self) -> int:
+        packed = sum(part.numel() * part.element_size() for parts in self._parts for part in parts)
+        return packed + self.pool.numel() * self.pool.element_size()
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        real = slots >= 0
+        if not bool(real.all()):
+            keys, values, slots = keys[real], values[real], slots[real]
+        block, offset = slots // self.block_size, slots % self.block_size
+        for number in block.unique().tolist():
+            if self._slot_of[number] < 0:
+                self._open(number)
+        place = self._slot_of[block]
+        self.pool[layer, 0, place, :, offset] = keys.to(self.dtype)
+        self.pool[layer, 1, place, :, offset] = values.to(self.dtype)
+
+    def read(self, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        used = table[: -(-tokens // self.block_size)].long()
+        sealed = self._sealed[used]
+        shape = (len(used), self.kv_heads, self.block_size, self.head_dim)
+        pair = []
+        for which in (0, 1):
+            whole = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if bool(sealed.any()):
+                whole[sealed] = self._unpacked(used[sealed], layer, which)
+            if not bool(sealed.all()):
+                whole[~sealed] = self.pool[layer, which, self._slot_of[used[~sealed]]]
+            pair.append(whole.transpose(0, 1).flatten(1, 2)[:, :tokens])
+        return pair[0], pair[1]
+
+    def seal(self, blocks: list[int]) -> None:
+        """Pack whole blocks, and give their room in full precision to others. Sealed ones stay as they are."""
+        new = [block for block in blocks if not self._sealed[block] and self._slot_of[block] >= 0]
+        if not new:
+            return
+        started = time.perf_counter_ns()
+        index = torch.tensor(new)
+        place = self._slot_of[index]
+        bits, coding = self.compression.bits, self.compression.coding
+        for which in (0, 1):
+            whole = self.pool[:, which, place].transpose(0, 1).float()  # [blocks, layers, kv_heads, block_size, d]
+            form = pack(whole, bits, coding, keys=which == 0)  # type: ignore[arg-type]
+            made = [form.codes, form.scale, form.low] + ([] if form.first is None else [form.first])
+            for kept, part in zip(self._parts[which], made):
+                kept[index] = part
+        self._sealed[index] = True
+        self._free.extend(place.tolist())
+        self._slot_of[index] = -1
+        self.sealed_tokens += len(new) * self.block_size
+        self.seal_ns += time.perf_counter_ns() - started
+
+    def drop(self, blocks: list[int]) -> None:
+        """Blocks that nobody wants any more: their room in full precision is free."""
+        for block in blocks:
+            if self._slot_of[block] >= 0:
+                self._free.append(int(self._slot_of[block]))
+                self._slot_of[block] = -1
+            self._sealed[block] = False
+
+    def leave(self, table: list[int], whole: int) -> None:
+        """A request has gone. Its first `whole` blocks may be read again (a prefix cache); the others are forgotten."""
+        blocks = [block for block in table if block > 0]
+        self.seal(blocks[:whole])
+        self.drop([block for block in blocks[whole:] if not self._sealed[block]])
+
+    def seal_old(self, table: Tensor, context: int) -> None:
+        """Pack those blocks of a request whose tokens are all older than the window. context: tokens computed."""
+        old = max(0, context - self.compression.window) // self.block_size
+        if old:
+            self.seal(table[:old].tolist())
+
+    def poison(self, blocks) -> None:
+        """Forget blocks: reading one before it is written again is an error, as there is nothing to read."""
+        self.drop(list(blocks))
+
+    def _open(self, block: int) -> None:
+        if not self._free:
+            raise ExecutorError(
+                f"KV pool: {self.full_blocks} blocks in full precision are not enough for the windows of all requests"
+            )
+        self._slot_of[block] = self._free.pop()
+        self._sealed[block] = False
+
+    def _unpacked(self, blocks: Tensor, layer: int, which: int) -> Tensor:
+        parts = [part[blocks, layer] for part in self._parts[which]]
+        first = parts[3] if len(parts) > 3 else None
+        return unpack(Packed(parts[0], parts[1], parts[2], first), self.compression.bits, torch.float32).to(self.dtype)

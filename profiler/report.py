@@ -1,0 +1,141 @@
+"""The honesty report of a fitted model: where its numbers come from, its errors on what it had not seen, its region."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from profiler.intervals import half_widths
+
+if TYPE_CHECKING:
+    from profiler.device_fit import DeviceFit
+
+AIMS = {"median": 0.02, "p95": 0.08}
+"""Errors aimed at on structures left out."""
+
+
+def report(fit: DeviceFit) -> dict[str, Any]:
+    """Plain data: provenance, measured region, errors by operator, noise floor, interval half-widths, worst cases."""
+    return {
+        "gpu": fit.gpu,
+        "dtype": fit.dtype,
+        "provenance": dict(fit.provenance),
+        "profiled": [list(pair) for pair in fit.profiled],
+        "terms": dict(fit.terms),
+        "region": _region(fit),
+        "held_out": {name: dict(error) for name, error in fit.errors.items()},
+        "noise": dict(fit.noise),
+        "half_widths_90": half_widths(fit.errors, ()),
+        "worst": list(fit.worst),
+    }
+
+
+def _region(fit: DeviceFit) -> dict[str, Any]:
+    gemms = [curve for curve in fit.curves if curve.k]
+    region: dict[str, Any] = {}
+    if gemms:
+        region["gemm"] = {
+            "shapes": len({(curve.n, curve.k) for curve in gemms}),
+            "rows": [min(curve.rows[0] for curve in gemms), max(curve.rows[-1] for curve in gemms)],
+            "n": [min(curve.n for curve in gemms), max(curve.n for curve in gemms)],
+            "k": [min(curve.k for curve in gemms), max(curve.k for curve in gemms)],
+        }
+    for item in fit.attention:
+        region[f"attention {item.heads}/{item.kv_heads} x {item.head_dim}"] = dict(item.region)
+    for family in fit.families:
+        if family.group in (1, 4, 8):
+            region[f"attention, {family.group} heads a KV head x {family.head_dim}"] = dict(family.region)
+    reductions = sorted(item.participants for item in fit.collectives)
+    if reductions:
+        region["all_reduce devices"] = reductions
+    return region
+
+
+def text(facts: Mapping[str, Any]) -> str:
+    """The report for people."""
+    origin = facts["provenance"]
+    lines = [f"{facts['gpu']} ({facts['dtype']}): {origin.get('source', '?')}, {origin.get('licence', '?')}"]
+    lines.append(f"  {origin.get('device', '')}; {origin.get('measured', '')}; {origin.get('rows', '?')} measurements")
+    if facts["profiled"]:
+        lines.append("  profiled itself: " + ", ".join(f"{name} tp{tp}" for name, tp in facts["profiled"]))
+    if origin.get("calibrated_on"):
+        lines.append(f"  CALIBRATED on {origin['calibrated_on']}: {facts['terms']}")
+    lines.append("measured region")
+    lines += [f"  {name}: {_plain(value)}" for name, value in facts["region"].items()]
+    lines.append("errors on structures left out, refitted without them")
+    lines.append(f"  {'':24}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 % interval covers")
+    for name, error in facts["held_out"].items():
+        beyond = " *" if error["median"] > AIMS["median"] or error["p95"] > AIMS["p95"] else ""
+        cells = "".join(f"{error[key]:8.1%}" for key in ("median", "p90", "p95", "bias"))
+        lines.append(f"  {name:24}{cells}{error['count']:8.0f}  {error['coverage']:6.1%}{beyond}")
+    lines.append(f"  * beyond the aims: median {AIMS['median']:.0%}, P95 {AIMS['p95']:.0%}")
+    if facts["noise"]:
+        lines.append("noise floor: " + ", ".join(f"{name} {value:.1%}" for name, value in facts["noise"].items()))
+    if facts["worst"]:
+        lines.append("worst cases")
+        lines += [f"  {line}" for line in facts["worst"]]
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    if isinstance(value, list):
+        return " to ".join(f"{one:g}" for one in value) if len(value) == 2 else ", ".join(map(str, value))
+    return str(value)
+
+
+def draw(fit: DeviceFit, folder: str | Path) -> list[Path]:
+    """Two figures: held-out error by operator and structure; time of GEMMs and attention over rows and contexts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, make in (("held_out_errors", _errors), ("operators", _operators)):
+        figure = Figure(figsize=(7.0, 3.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        make(figure, fit)
+        for suffix in ("pdf", "png"):
+            path = folder / f"{fit.gpu}_{name}.{suffix}"
+            figure.savefig(path, dpi=200)
+            written.append(path)
+    return written
+
+
+def _errors(figure: Any, fit: DeviceFit) -> None:
+    axes = figure.subplots()
+    names = list(fit.errors)
+    place = np.arange(len(names))
+    axes.barh(place - 0.2, [fit.errors[name]["median"] * 100 for name in names], 0.38, color="#0072B2", label="median")
+    axes.barh(place + 0.2, [fit.errors[name]["p95"] * 100 for name in names], 0.38, color="#E69F00", label="P95")
+    for aim, dashes in ((AIMS["median"], ":"), (AIMS["p95"], "--")):
+        axes.axvline(aim * 100, color="#333333", linestyle=dashes, linewidth=0.8)
+    axes.set_yticks(place, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("error on structures left out (%); lines: the aims for median and P95")
+    axes.legend(frameon=False)
+
+
+def _operators(figure: Any, fit: DeviceFit) -> None:
+    left, right = figure.subplots(1, 2)
+    gemms = [curve for curve in fit.curves if curve.k and curve.n >= 1024 and curve.k >= 1024]
+    for curve in gemms[:: max(1, len(gemms) // 6)][:6]:
+        rows = np.unique(np.geomspace(1, curve.rows[-1], 400).astype(int))
+        left.plot(rows, fit.gemm_us(curve, rows), linewidth=0.9, label=f"{curve.n} x {curve.k}")
+        left.plot(curve.rows, curve.us, ".", markersize=1.5, color="#555555")
+    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GEMM (us); dots: measured")
+    layouts = [*fit.attention] or [family.for_layout(32, 8) for family in fit.families if family.group == 4]
+    context = np.unique(np.geomspace(16, 16384, 200).astype(int))
+    for decodes in (1, 8, 32, 128):
+        if layouts:
+            right.plot(
+                context, layouts[0].decode_us(decodes, context, typical=True), linewidth=0.9, label=f"{decodes} decodes"
+            )
+    right.set(xscale="log", yscale="log", xlabel="context", ylabel="decode attention of a layer (us)")
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=6)

@@ -1,0 +1,81 @@
+"""Pool sizing by hand-worked numbers, the allocator's choice, and event timing that never waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from executor.device_memory import MemoryUse, choose_allocator, dummy_step, measure_use, pool_blocks
+from executor.device_timing import ClockEvent, IterationTimer, nvtx_ranges
+from executor.errors import ExecutorError
+from executor.loading import load_model
+
+GIB = 1 << 30
+
+
+def test_the_pool_takes_what_weights_activations_and_graphs_leave() -> None:
+    """141 GiB at 90 % are 126.9; 16 of weights, 2 of activations and 1 of graphs leave 107.9: blocks of 2 MiB."""
+    use = MemoryUse(total=141 * GIB, taken=16 * GIB, peak_activations=2 * GIB, graphs=GIB)
+    assert pool_blocks(use, 2 << 20, utilisation=0.9) == int((141 * 0.9 - 19) * 512) - 1
+    with pytest.raises(ExecutorError, match=r"KV pool: 55243 blocks fit, 60000 are needed: of 141.00 GiB, 90% may be used"):
+        pool_blocks(use, 2 << 20, utilisation=0.9, least=60000)
+    with pytest.raises(ExecutorError, match="utilisation: found"):
+        pool_blocks(use, 2 << 20, utilisation=1.2)
+
+
+def test_memory_is_asked_for_on_any_device_and_dummy_rows_run() -> None:
+    loaded = load_model("nano", device="cpu", max_tokens=64)
+    assert measure_use(loaded, most_rows=32, most_sampled=4).room(1.0) > 0
+    step = dummy_step(7, 3, torch.device("cpu"))
+    cache = loaded.new_cache(1, 16)
+    cache.pool.fill_(5.0)
+    assert loaded.model.forward(torch.from_numpy(step.token_ids), step, cache).shape == (3, loaded.spec.vocab)
+    assert bool((cache.pool == 5.0).all())
+
+
+def test_an_allocator_is_chosen_before_cuda_starts_and_beside_other_settings() -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,backend:native"}
+    choose_allocator("async", environment, started=lambda: False)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128,backend:cudaMallocAsync"
+    choose_allocator("default", environment, started=lambda: True)
+    with pytest.raises(ExecutorError, match="before CUDA is first used"):
+        choose_allocator("expandable", environment, started=lambda: True)
+    with pytest.raises(ExecutorError, match="found 'malloc', expected one of default, expandable, async"):
+        choose_allocator("malloc", environment)
+
+
+class LateEvent(ClockEvent):
+    """Passed only when the test says so, as a GPU's are."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return LateEvent.passed
+
+
+def test_times_are_read_when_the_stream_has_passed_and_events_are_used_again() -> None:
+    made: list[LateEvent] = []
+
+    def new_event() -> LateEvent:
+        made.append(LateEvent())
+        return made[-1]
+
+    timer = IterationTimer(torch.device("cpu"), new_event)
+    for number in (0, 1):
+        timer.start(number)
+        timer.stop()
+    assert list(timer.finished()) == []
+    LateEvent.passed = True
+    assert [number for number, ns in timer.finished() if ns >= 0] == [0, 1]
+    timer.start(2)
+    timer.stop()
+    assert [number for number, _ in timer.finished()] == [2]
+    assert len(made) == 4
+
+
+def test_ranges_leave_the_model_as_it_was() -> None:
+    loaded = load_model("nano", device="cpu", max_tokens=64)
+    before = dict(vars(loaded.model))
+    with nvtx_ranges({"forward": (loaded.model, "forward")}):
+        pass
+    assert vars(loaded.model) == before

@@ -1,0 +1,102 @@
+"""Existing runs as the reference: our own folders with their batches, other engines' logs with their statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.against import trace_of_run, validate_against
+from experiments.errors import ExperimentError
+from experiments.other_runs import read_other_run
+from workloads import Trace
+
+BENCH = {
+    "request_rate": "inf",
+    "input_lens": [100, 50, 7],
+    "output_lens": [3, 1, 0],
+    "ttfts": [0.5, 0.25, 0.0],
+    "itls": [[0.1, 0.3], [], []],
+    "errors": ["", "", "timed out"],
+}
+LOG = [
+    {"input_toks": 20, "output_toks": 5, "arrival_time": 1002.5, "queued_ts": 52.5, "first_token_ts": 53.0, "last_token_ts": 55.0},
+    {"input_toks": 10, "output_toks": 1, "arrival_time": 1000.0, "queued_ts": 50.0, "first_token_ts": 50.25, "last_token_ts": 50.25},
+]  # fmt: skip
+
+
+def written(path: Path, content: Any, name: str) -> Path:
+    file = path / name
+    text = "\n".join(json.dumps(row) for row in content) if name.endswith("l") else json.dumps(content)
+    file.write_text(text)
+    return file
+
+
+def test_a_benchmarks_result_becomes_requests_and_latencies(tmp_path: Path) -> None:
+    run = read_other_run(written(tmp_path, BENCH, "bench.json"))
+    assert run.trace.prompt_tokens.tolist() == [100, 50]  # the one that failed got no answer
+    assert run.trace.arrival_ns.tolist() == [0, 0]
+    assert run.summary()["tpot_s_mean"] == pytest.approx(0.2)
+    assert run.summary()["e2e_s_max"] == pytest.approx(0.9)
+    assert run.summary()["output_tokens_per_s"] == pytest.approx(4 / 0.9)
+
+
+def test_a_request_log_is_sorted_by_arrival(tmp_path: Path) -> None:
+    run = read_other_run(written(tmp_path, LOG, "requests.jsonl"))
+    assert run.trace.arrival_ns.tolist() == [0, 2_500_000_000]
+    assert run.ttft_s.tolist() == [0.25, 0.5]
+    assert np.isnan(run.tpot_s[0])
+    assert run.tpot_s[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ({"ttfts": []}, "bench.json", "no list 'input_lens'; run the benchmark with --save-detailed"),
+        ({**BENCH, "ttfts": [1]}, "bench.json", "unequal length"),
+        ({**BENCH, "request_rate": 3.0}, "bench.json", "no start_times"),
+        ({**BENCH, "output_lens": [0, 0, 0]}, "bench.json", "no request that got an answer"),
+        ([1], "bench.json", "JSON list"),
+        ([{"input_toks": 1}], "requests.jsonl", "line 1: found no output_toks"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, content: Any, name: str, message: str) -> None:
+    with pytest.raises(ExperimentError, match=message):
+        read_other_run(written(tmp_path, content, name))
+
+
+def test_another_engines_log_is_simulated_and_compared(tmp_path: Path) -> None:
+    file = written(tmp_path, LOG, "requests.jsonl")
+    result = validate_against(
+        [file], cost_model="roofline", gpu="h100", model="llama-3.1-8b", options={"num_blocks": 100}, say=lambda _: None
+    )
+    assert not result.calibrated
+    assert {row.statistic for row in result.comparisons} >= {"ttft_s_mean", "tpot_s_p50", "e2e_s_p90"}
+    assert result.agreements == {}
+    with pytest.raises(ExperimentError, match="give --model and --gpu"):
+        validate_against([file], cost_model="auto", gpu=None, model="x", options={}, say=lambda _: None)
+
+
+def test_a_run_folder_is_planned_again_batch_by_batch(tmp_path: Path) -> None:
+    from executor.config import LiveConfig
+    from executor.live import replay_live
+
+    arrivals = np.array([0, 1, 2, 30]) * 1_000_000
+    prompts, outputs = np.array([90, 20, 200, 9]), np.array([6, 12, 3, 8])
+    trace = Trace("four", arrivals, prompts, outputs, outputs)
+    run = replay_live(trace, LiveConfig(model="nano", policy="vllm_v1", token_budget=64))
+    folder = run.write(tmp_path / "live")
+    again = trace_of_run(run.tables)
+    assert again.same_requests(
+        Trace("four", arrivals, prompts, outputs, outputs, priority=np.zeros(4), session=[None] * 4, slo=[None] * 4)
+    )
+    result = validate_against([folder], cost_model="roofline", gpu="h100", model=None, options={}, say=lambda _: None)
+    assert result.agreements["live"].exact
+    fed = result.fed["live"]
+    assert not isinstance(fed, str)
+    assert fed.exact
+    assert result.iterations is not None
+    assert len(result.iterations.measured_s) == fed.iterations
