@@ -58,6 +58,7 @@ def capacity(
         str | None, typer.Option(help="Of a GPU-hour: `2.5 EUR`, or amount=2.5,currency=EUR,date=...,source=...")
     ] = None,
     price_book: Annotated[Path | None, typer.Option(help="TOML with [[price]] tables: docs/experiments.md.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the result in.")] = None,
     engine: EngineOption = "local",
     workers: WorkersOption = None,
     ray_address: RayAddressOption = None,
@@ -68,6 +69,12 @@ def capacity(
     from experiments.engines import make_engine
     from experiments.prices import read_prices
 
+    if report is not None:
+        if smallest:
+            raise ExperimentError("--report: found it beside --smallest, which has no table to explore")
+        from metrics.html_report import require_plotly
+
+        require_plotly()
     prices = read_prices(price, price_book)
     objective = Objective.of(slo, attainment, queue_delay)
     axes = {
@@ -90,12 +97,45 @@ def capacity(
         study = find_capacities(
             axes, base, plan, objective, count=draws, tolerance=tolerance, engine=chosen, report=progress
         )
+    if report is not None:
+        _write_report(report, study, _priced(study, prices, base))
     if as_json:
         from metrics.run_folder import json_ready
 
         print(json.dumps(json_ready({**study.as_dict(), "prices": _priced(study, prices, base)}), indent=2))
         return
     _print_study(study, _priced(study, prices, base), dict(study.draws))
+
+
+def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]) -> None:
+    from metrics.html_report import RowTable, write_report
+
+    rows = [{key: value for key, value in row.items() if key != "rates"} for row in study.rows()]
+    probes = [
+        {"setting": setting.label, "draw": number, "rate": probe["rate"], **probe["tightness"]}
+        for setting in study.settings
+        for number, draw in enumerate(setting.draws)
+        for probe in draw["probes"]
+    ]
+    measured = study.settings[0].measured
+    notes = [
+        f"Objective: {study.objective.spoken()}.",
+        f"Draws: {json.dumps(dict(study.draws))}; {measured} requests of each are measured in steady state.",
+        f"Intervals are 95 % (Student's t over draws), brackets of {study.tolerance:.1%} added.",
+    ]
+    for setting in study.settings:
+        trust = "calibrated" if setting.calibrated else "uncalibrated: specifications alone"
+        notes.append(f"{setting.label}: {setting.error or f'costs {setting.cost_model} ({trust})'}.")
+    notes += [
+        f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}."
+        for row in priced
+    ]
+    axes = ["setting", *(name for name in study.settings[0].values)]
+    tables = [
+        RowTable("Capacities", rows, axes, "GPU-seconds are those of all devices; ratios are to the first setting."),
+        RowTable("Rates that were tried", probes, ["rate", "setting", "draw"], "Statistic over bound; at most 1: met."),
+    ]
+    write_report(path, question=f"At which rate does {study.objective.slo} still hold?", tables=tables, notes=notes)
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any]) -> None:

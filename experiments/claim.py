@@ -12,6 +12,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from experiments.chosen_costs import costs_from
+
 HOLDS, FAILS = "holds", "does not hold"
 
 
@@ -39,13 +41,14 @@ def claim_names() -> list[str]:
     return sorted(module.name for module in iter_modules(experiments.claims.__path__))
 
 
-def judge(name: str, *, quick: bool = False) -> dict[str, Any]:
-    """Run one claim; plain data."""
+def judge(name: str, *, quick: bool = False, cost_model: str = "auto") -> dict[str, Any]:
+    """Run one claim; plain data. cost_model: auto, roofline or a file, where a claim leaves the choice."""
     module = import_module(f"experiments.claims.{name}")
-    finding: Finding = module.run(quick)
+    with costs_from(cost_model):
+        finding: Finding = module.run(quick)
     return {"claim": name, "says": module.CLAIM, "quick": quick, **asdict(finding)}
 
 
 def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
     """One claim as work for another process."""
-    return judge(task["claim"], quick=task["quick"])
+    return judge(task["claim"], quick=task["quick"], cost_model=task["cost_model"])

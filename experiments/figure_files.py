@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.chosen_costs import costs_from
 from experiments.errors import ExperimentError
 from experiments.experiment import Result, Rows, load_experiment
 
@@ -21,14 +22,16 @@ FORMATS = ("pdf", "png", "svg")
 WIDTHS = {"": "SINGLE_COLUMN_IN", "-wide": "DOUBLE_COLUMN_IN"}
 
 
-def run_experiment(name: str, out: str | Path, *, quick: bool = False) -> dict[str, Any]:
+def run_experiment(name: str, out: str | Path, *, quick: bool = False, cost_model: str = "auto") -> dict[str, Any]:
     """Run one experiment and write OUT/NAME/NAME.{pdf,png,svg}, NAME-wide.*, NAME[-table].csv and NAME.json.
 
-    Returns what NAME.json holds. Raises ExperimentError for an unknown name or a folder that cannot be written.
+    cost_model: auto, roofline or a file, where an experiment leaves the choice. Returns what NAME.json holds. Raises
+    ExperimentError for an unknown name or a folder that cannot be written.
     """
     module = load_experiment(name)
     began = time.perf_counter()
-    result: Result = module.run(quick)
+    with costs_from(cost_model):
+        result: Result = module.run(quick)
     facts = {
         "experiment": name,
         "question": module.QUESTION,
@@ -53,7 +56,7 @@ def run_experiment(name: str, out: str | Path, *, quick: bool = False) -> dict[s
 
 def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
     """One experiment as work for another process."""
-    return run_experiment(task["experiment"], task["out"], quick=task["quick"])
+    return run_experiment(task["experiment"], task["out"], quick=task["quick"], cost_model=task["cost_model"])
 
 
 def _draw(draw: Any, result: Result, folder: Path, name: str) -> None:

@@ -15,6 +15,9 @@ from experiments.sweep_command import WorkersOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CostsOption = Annotated[
+    str, typer.Option("--cost-model", help="auto, roofline or a file, where an experiment leaves the choice.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
@@ -46,6 +49,7 @@ def run(
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller runs of the same kind, for a first look and CI.")
     ] = False,
+    cost_model: CostsOption = "auto",
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,7 +59,7 @@ def run(
     chosen = experiment_names() if names == ["all"] else list(dict.fromkeys(names))
     # The longest first, so that no core waits for another at the end.
     chosen.sort(key=lambda name: -getattr(load_experiment(name), "MINUTES", 0.0))
-    more = {"out": str(out), "quick": quick}
+    more = {"out": str(out), "quick": quick, "cost_model": cost_model}
     results, failed, seconds = _run_all("experiment", chosen, more, "experiments", workers, as_json)
     if as_json:
         print(json.dumps({"results": results, "failed": failed}, indent=2, ensure_ascii=False))
@@ -70,6 +74,7 @@ def claims(
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME...]", help="Claims; all by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the findings.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller runs of the same kind.")] = False,
+    cost_model: CostsOption = "auto",
     workers: WorkersOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,7 +87,9 @@ def claims(
         if name not in known:
             raise ExperimentError(f"claim {name!r}: no such claim, expected some of {', '.join(known)}")
     chosen = names or known
-    results, failed, seconds = _run_all("claim", chosen, {"quick": quick}, "claims", workers, as_json)
+    results, failed, seconds = _run_all(
+        "claim", chosen, {"quick": quick, "cost_model": cost_model}, "claims", workers, as_json
+    )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -101,11 +108,14 @@ def gallery(
     results: Annotated[Path, typer.Option(help="Where `run` wrote its results.")] = Path("runs/figures"),
     out: Annotated[Path, typer.Option(help="Markdown; PNGs go into a folder of its name.")] = Path("docs/gallery.md"),
     claims: Annotated[Path | None, typer.Option("--claims", help="What `claims --out` wrote, for a table.")] = None,
+    beside: Annotated[
+        Path | None, typer.Option(help="Results under another cost model, to be shown beside the first.")
+    ] = None,
 ) -> None:
     """Write a Markdown page of all figures with their verdicts and the papers' numbers beside ours."""
     from experiments.gallery import write_gallery
 
-    count = write_gallery(results, out, claims)
+    count = write_gallery(results, out, claims, beside)
     print(f"{count} figures in {out}")
 
 

@@ -27,10 +27,11 @@ CLAIMS_HEAD = (
 )
 
 
-def write_gallery(results: Path, out: Path, claims_file: Path | None = None) -> int:
+def write_gallery(results: Path, out: Path, claims_file: Path | None = None, beside: Path | None = None) -> int:
     """Write `out` and the pictures beside it (folder of its name); returns how many figures. ExperimentError if none.
 
-    claims_file: what `claims --out` wrote, for a table at the end.
+    claims_file: what `claims --out` wrote, for a table at the end. beside: results of the same experiments under
+    another cost model, whose numbers get a column of their own.
     """
     claims: list[dict[str, Any]] = []
     if claims_file is not None:
@@ -38,29 +39,40 @@ def write_gallery(results: Path, out: Path, claims_file: Path | None = None) -> 
             claims = json.loads(claims_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ExperimentError(f"{claims_file}: cannot be read: {error}") from None
-    found = sorted(results.glob("*/*.json")) if results.is_dir() else []
-    rows = [content for file in found if (content := _read(file)) is not None]
-    if not rows:
-        raise ExperimentError(f"{results}: found no results, expected those of `python -m experiments run all`")
+    rows = _results(results)
+    others = {row["experiment"]: row for row in _results(beside)} if beside is not None else {}
     pictures = out.with_suffix("")
     try:
         pictures.mkdir(parents=True, exist_ok=True)
         for row in rows:
             name = row["experiment"]
             shutil.copyfile(_picture(results / name, name), pictures / f"{name}.png")
-        out.write_text(_page(rows, claims, pictures.name), encoding="utf-8")
+        out.write_text(_page(rows, claims, pictures.name, others), encoding="utf-8")
     except OSError as error:
         raise ExperimentError(f"{out}: cannot be written: {error.strerror}") from None
     return len(rows)
 
 
-def _page(figures: Sequence[Mapping[str, Any]], claims: Sequence[Mapping[str, Any]], folder: str) -> str:
+def _results(folder: Path) -> list[dict[str, Any]]:
+    found = sorted(folder.glob("*/*.json")) if folder.is_dir() else []
+    rows = [content for file in found if (content := _read(file)) is not None]
+    if not rows:
+        raise ExperimentError(f"{folder}: found no results, expected those of `python -m experiments run all`")
+    return rows
+
+
+def _page(
+    figures: Sequence[Mapping[str, Any]],
+    claims: Sequence[Mapping[str, Any]],
+    folder: str,
+    others: Mapping[str, Mapping[str, Any]],
+) -> str:
     lines = [HEAD, "| figure | verdict | costs |", "|---|---|---|"]
     for row in figures:
         costs = "<br>".join(row["cost_models"])
         lines.append(f"| [{row['experiment']}](#{row['experiment']}) | {row['verdict']} | {costs} |")
     for row in figures:
-        lines += ["", *_section(row, folder)]
+        lines += ["", *_section(row, folder, others.get(row["experiment"]))]
     if claims:
         lines += [
             "",
@@ -77,7 +89,7 @@ def _page(figures: Sequence[Mapping[str, Any]], claims: Sequence[Mapping[str, An
     return "\n".join(lines) + "\n"
 
 
-def _section(row: Mapping[str, Any], folder: str) -> list[str]:
+def _section(row: Mapping[str, Any], folder: str, other: Mapping[str, Any] | None) -> list[str]:
     name = row["experiment"]
     lines = [
         f"## {name}",
@@ -91,18 +103,40 @@ def _section(row: Mapping[str, Any], folder: str) -> list[str]:
         "",
     ]
     lines += [f"- {'yes' if check['holds'] else '**no**'}: {check['text']}" for check in row["checks"]]
+    if other is not None and other["cost_models"] == row["cost_models"]:
+        other = None
+    if other is not None:
+        lines += ["", f"With {_kinds(other)} costs: {other['verdict']}."]
     if row["comparisons"]:
-        lines += ["", "| | ours | paper | difference |", "|---|---|---|---|"]
-        for each in row["comparisons"]:
-            unit = f" {each['unit']}" if each["unit"] else ""
-            lines.append(
-                f"| {each['what']} ({each['source']}) | {each['ours']:.4g}{unit} | {each['paper']:.4g}{unit} | "
-                f"{each['ratio'] - 1:+.0%} |"
-            )
+        lines += ["", *_numbers(row, other)]
     lines += ["", "Setting: " + "; ".join(f"{key} {_spoken(value)}" for key, value in row["setting"].items()) + "."]
     if row["note"]:
         lines += ["", row["note"]]
     return lines
+
+
+def _numbers(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[str]:
+    """Ours, perhaps ours under other costs, and the paper's."""
+    heads = ["", f"ours ({_kinds(row)})", *([f"ours ({_kinds(other)})"] if other is not None else []), "paper"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    more = {each["what"]: each for each in other["comparisons"]} if other is not None else {}
+    for each in row["comparisons"]:
+        unit = f" {each['unit']}" if each["unit"] else ""
+        cells = [f"{each['what']} ({each['source']})", _with_difference(each)]
+        if other is not None:
+            cells.append(_with_difference(more[each["what"]]) if each["what"] in more else "-")
+        lines.append(f"| {' | '.join(cells)} | {each['paper']:.4g}{unit} |")
+    return lines
+
+
+def _with_difference(each: Mapping[str, Any]) -> str:
+    unit = f" {each['unit']}" if each["unit"] else ""
+    return f"{each['ours']:.4g}{unit} ({each['ratio'] - 1:+.0%})"
+
+
+def _kinds(row: Mapping[str, Any]) -> str:
+    """fitted, roofline, or both."""
+    return " and ".join(dict.fromkeys(name.split(" ")[0] for name in row["cost_models"]))
 
 
 def _spoken(value: Any) -> str:

@@ -36,6 +36,7 @@ def sweep(
     engine: EngineOption = "local",
     workers: WorkersOption = None,
     ray_address: RayAddressOption = None,
+    report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the points in.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed points again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
@@ -45,6 +46,10 @@ def sweep(
     from experiments.sweep import run_sweep
     from experiments.sweep_space import read_sweep
 
+    if report is not None:
+        from metrics.html_report import require_plotly
+
+        require_plotly()
     spec = read_sweep(file)
     target = out or Path("runs") / file.stem
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
@@ -55,6 +60,8 @@ def sweep(
             print(f"interrupted; finished points are kept in {target}, the same command goes on", file=sys.stderr)
             raise typer.Exit(130) from None
     rows = folder.rows()
+    if report is not None:
+        _write_report(report, folder, file)
     failed = [row for row in rows if row["status"] == "failed"]
     table = target / "sweep.parquet"
     if as_json:
@@ -67,6 +74,23 @@ def sweep(
     for error, count in Counter(row["error"] for row in failed).most_common(5):
         console.print(f"{count} failed: {error}", highlight=False, soft_wrap=True)
     console.print(f"{len(rows)} points in {table}", highlight=False, soft_wrap=True)
+
+
+def _write_report(path: Path, folder: SweepFolder, file: Path) -> None:
+    from metrics.html_report import RowTable, write_report
+
+    spec, rows = folder.spec, folder.rows()
+    failed = sum(row["status"] == "failed" for row in rows)
+    notes = [f"Sweep {file.name}: {len(rows)} points, {failed} failed; method {spec.method}, seed {spec.seed}."]
+    for name in dict.fromkeys(row.get("cost_model") for row in rows if row.get("cost_model")):
+        own = next(row for row in rows if row.get("cost_model") == name)
+        notes.append(
+            f"Costs: {name} ({'calibrated' if own.get('calibrated') else 'uncalibrated: specifications alone'})."
+        )
+    notes.append(f"Trace: {json.dumps(spec.trace)}. Settings that stay: {json.dumps(spec.base)}.")
+    axes = [axis.name for axis in spec.axes]
+    table = RowTable(f"{len(rows)} points", rows, axes, "One row a point; every key of the summary is a column.")
+    write_report(path, question=f"What do the points of {file.stem} come to?", tables=[table], notes=notes)
 
 
 def _table(folder: SweepFolder, most: int = 40) -> Table:

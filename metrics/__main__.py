@@ -201,6 +201,29 @@ def _labelled(runs: list[Path]) -> dict[str, Path]:
     return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs)}
 
 
+@app.command()
+@one_line_errors
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to report on together.")],
+    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    question: Annotated[str, typer.Option(help="What the reader wants answered; the page's title.")] = "",
+    window: Annotated[str, typer.Option(help="Part of the timeline, as FROM:TO seconds.")] = "",
+) -> None:
+    """Write one HTML file that opens offline: table, plots, zoomable timeline, request inspector, trust."""
+    from metrics.html_report import write_report
+    from metrics.html_report.timeline import Slice
+    from metrics.run_folder import read_run
+    from metrics.timeline import parse_window
+
+    labels = [run.name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in runs]
+    part = parse_window(window) if window else None
+    shown = Slice(part.start / 1e9, min(part.end, 1 << 62) / 1e9) if part else None
+    tables = {label: read_run(run) for label, run in zip(labels, runs)}
+    print(write_report(out, tables, question=question or f"What happened in {', '.join(labels)}?", window=shown))
+
+
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
     from metrics.run_folder import read_run
     from metrics.slo import parse_objectives

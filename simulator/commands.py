@@ -42,6 +42,7 @@ def replay_command(
     policy: o.Policy = "chunked",
     out: o.Out = None,
     figures: o.Figures = False,
+    report: o.Report = None,
     timeline: o.Timeline = None,
     follow: o.Follow = None,
     config: o.ConfigFile = None,
@@ -52,12 +53,14 @@ def replay_command(
     settings, reading = o.collect(ctx, config)
     if (timeline or figures) and out is None:
         raise SimulationError("--timeline and --figures: say where with --out")
+    _can_report(report)
     window = _timeline_window(timeline, follow)
     runs = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
     if window is not None and out is not None:
         from metrics.timeline import write_timeline
 
         write_timeline(out / "timeline.json", next(iter(runs.values())).tables, window=window, request=follow)
+    _write_report(report, runs)
     _report(runs, out, figures, as_json)
 
 
@@ -70,6 +73,7 @@ def compare_command(
     seeds: o.Seeds = 1,
     out: o.Out = None,
     figures: o.Figures = False,
+    report: o.Report = None,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
     **shared: Any,
@@ -82,11 +86,13 @@ def compare_command(
     if seeds < 1:
         raise SimulationError(f"--seeds: found {seeds}, expected at least 1")
     if seeds > 1:
-        if out is not None or figures:
-            raise SimulationError("--seeds compares draws and keeps no run: it does not go with --out or --figures")
+        if out is not None or figures or report is not None:
+            raise SimulationError("--seeds compares draws and keeps no run: no --out, --figures or --report beside it")
         _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
         return
+    _can_report(report)
     runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
+    _write_report(report, runs)
     _report(runs, out, figures, as_json)
 
 
@@ -268,6 +274,26 @@ def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any
 
 def _folder_name(policy: str) -> str:
     return policy.rpartition(":")[2] if ":" in policy else policy
+
+
+def _can_report(path: Path | None) -> None:
+    if path is not None:
+        from metrics.html_report import require_plotly
+
+        require_plotly()
+
+
+def _write_report(path: Path | None, runs: dict[str, Run]) -> None:
+    if path is None:
+        return
+    from metrics.html_report import write_report
+
+    for run in runs.values():
+        run.tables.summary = run.summary
+    config = next(iter(runs.values())).config
+    what = f"{config['model']} on {config['gpu']}, trace {config['trace']['name']}"
+    question = f"Which policy serves {what} best?" if len(runs) > 1 else f"How does {config['policy']} serve {what}?"
+    write_report(path, {_folder_name(name): run.tables for name, run in runs.items()}, question=question)
 
 
 def _report(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool) -> None:

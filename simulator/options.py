@@ -88,6 +88,9 @@ Slo = Annotated[
 ]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
 Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figures.", OUTPUT)]
+Report = Annotated[
+    Path | None, _option("--report", "Write one HTML file with tables, plots, timeline and requests.", OUTPUT)
+]
 Timeline = Annotated[
     str | None,
     _option("--timeline", "Write timeline.json (for Perfetto) of FROM:TO seconds; `:` is the whole run.", OUTPUT),

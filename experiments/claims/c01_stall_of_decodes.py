@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 
 CLAIM = (
@@ -59,7 +60,17 @@ def _gaps(model: str, gpu: str, tp: int) -> dict[str, Any] | None:
         for policy, knobs in (("prefill_priority", {}), ("chunked", {"chunk_size": 128})):
             options: dict[str, Any] = {**knobs, "token_budget": 16384 if policy == "prefill_priority" else None}
             # As many blocks as the claim needs: it says nothing of memory.
-            run = replay(trace, policy=policy, model=model, gpu=gpu, tp=tp, num_blocks=4000, dtype="float16", **options)
+            run = replay(
+                trace,
+                policy=policy,
+                model=model,
+                gpu=gpu,
+                tp=tp,
+                num_blocks=4000,
+                dtype="float16",
+                cost_model=chosen_costs(),
+                **options,
+            )
             ends, decodes = run.tables.column("iterations", "end_s"), run.tables.column("iterations", "decodes")
             chunks = run.tables.column("iterations", "chunk_tokens")
             late = ends > arrivals[-1] / 1e9

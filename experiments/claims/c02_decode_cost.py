@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.chosen_costs import cost_of
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 from experiments.step_costs import decode, hybrid, iteration_ms, prefill
 
@@ -10,9 +11,7 @@ MODEL, GPU, CONTEXT = "llama-13b", "a6000", 1024
 
 
 def run(quick: bool) -> Finding:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     times = {}
     for batch in (2, 3, 4, 6, 10):
         alone = iteration_ms(cost, decode(batch, CONTEXT)) / batch

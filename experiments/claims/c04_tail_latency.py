@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 from experiments.paper_workloads import ARXIV
 
@@ -20,11 +21,12 @@ def run(quick: bool) -> Finding:
     from simulator import replay
     from workloads import generate
 
+    engine = {**ENGINE, "cost_model": chosen_costs()}
     rows: list[dict[str, Any]] = []
     for load in LOADS[:: 3 if quick else 1]:
         trace = generate(requests=100 if quick else 400, arrivals=f"poisson:{load}", seed=6, **ARXIV)
-        whole = replay(trace, policy="prefill_priority", **ENGINE)
-        chunked = replay(trace, policy="chunked", chunk_size=CHUNK, **ENGINE)
+        whole = replay(trace, policy="prefill_priority", **engine)
+        chunked = replay(trace, policy="chunked", chunk_size=CHUNK, **engine)
         rows += [
             {"load": load, "percentile": percentile, "whole_s": one, "chunked_s": other, "lowered": 1 - other / one}
             for percentile, one, other in zip(PERCENTILES, _gaps(whole), _gaps(chunked))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 
 CLAIM = "Chunk 256 is for throughput and chunk 128 for latency; chunk 128 loses throughput."
@@ -53,7 +54,7 @@ def _one(model: str, gpu: str, light: str, quick: bool) -> dict[str, Any]:
     rows: dict[int, dict[str, float]] = {}
     for chunk in CHUNKS:
         options: dict[str, Any] = {"policy": "decode_maximal", "chunk_size": chunk, "model": model, "gpu": gpu,
-                                   "max_num_seqs": 18}  # fmt: skip
+                                   "max_num_seqs": 18, "cost_model": chosen_costs()}  # fmt: skip
         full = replay(burst, **options, num_blocks=18 * 63)
         easy = replay(gentle, **options, num_blocks=18 * 63)
         rows[chunk] = {"tokens_per_s": full.summary["output_tokens_per_s"], "gap_s": easy.summary["tbt_s_p99"]}

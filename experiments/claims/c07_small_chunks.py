@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.chosen_costs import chosen_costs, cost_of
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 from experiments.step_costs import iteration_ms, prefill
 
@@ -15,13 +16,13 @@ KERNELS_PER_LAYER = 12
 
 
 def run(quick: bool) -> Finding:
-    from profiler import load_cost_model, load_model_spec
+    from profiler import load_model_spec
     from simulator import replay
     from workloads import generate
 
     parts, numbers, shares = [], {}, {}
     for model, gpu in (("llama-13b", "a6000"), ("llama-3.1-8b", "h100"), ("llama-3.2-1b", "h100")):
-        cost = load_cost_model(model, gpu)
+        cost = cost_of(model, gpu)
         per_token = {chunk: iteration_ms(cost, prefill(chunk, 512)) / chunk for chunk in (128, 256, 1024)}
         launches_ms = LAUNCH_US * KERNELS_PER_LAYER * load_model_spec(model).layers / 1e3
         step_ms = iteration_ms(cost, prefill(128, 512))
@@ -32,13 +33,11 @@ def run(quick: bool) -> Finding:
                                         "launch_share": shares[model], "unfilled": unfilled}  # fmt: skip
         parts.append(f"{model} on {gpu}: a token of a 128-chunk costs {unfilled:+.0%} against one of 1024, eager "
                      f"launches would take {shares[model]:.0%} of its step")  # fmt: skip
-    short = generate(
-        requests=80 if quick else 400, arrivals="burst", prompt="uniform:20,100", output="fixed:2", seed=8
-    )
+    short = generate(requests=80 if quick else 400, arrivals="burst", prompt="uniform:20,100", output="fixed:2", seed=8)
     speeds = {}
     for merge in (False, True):
         run = replay(short, policy="dynamic_chunk", large=128, middle=128, small=128, merge=merge, model="llama-13b",
-                     gpu="a6000", max_num_seqs=18, num_blocks=18 * 8)  # fmt: skip
+                     gpu="a6000", max_num_seqs=18, num_blocks=18 * 8, cost_model=chosen_costs())  # fmt: skip
         speeds[merge] = run.summary["requests_per_s"]
     gain = speeds[True] / speeds[False] - 1
     parts.append(

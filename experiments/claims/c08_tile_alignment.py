@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
+from experiments.chosen_costs import cost_of
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio, tokens_per_s
 
@@ -13,12 +14,10 @@ ENGINES = (("llama-13b", "a6000", 18), ("llama-3.1-8b", "a100", 18), ("llama-3.1
 
 
 def run(quick: bool) -> Finding:
-    from profiler import load_cost_model
-
     rows: list[dict[str, Any]] = []
     costs = []
     for model, gpu, slots in ENGINES:
-        cost = load_cost_model(model, gpu)
+        cost = cost_of(model, gpu)
         costs.append(cost.name)
         for chunk in (256, 512, 1024):
             prompt, decodes = split_by_ratio(1024, (chunk - (slots - 1)) / (slots - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.claim import FAILS, HOLDS, Finding, holds_under
 
 CLAIM = "20 % of the GPU's memory has to be kept free as headroom."
@@ -24,7 +25,14 @@ def run(quick: bool) -> Finding:
     trace = generate(requests=150 if quick else 600, arrivals="poisson:3", prompt=PROMPT, output=OUTPUT, seed=9)
     rows: list[dict[str, Any]] = []
     for free in (0.05, 0.1, 0.2, 0.3):
-        run = replay(trace, policy="chunked", model="llama-3.1-8b", gpu="rtx4090", gpu_memory_utilization=1 - free)
+        run = replay(
+            trace,
+            policy="chunked",
+            model="llama-3.1-8b",
+            gpu="rtx4090",
+            gpu_memory_utilization=1 - free,
+            cost_model=chosen_costs(),
+        )
         rows.append({"free": free, "preemptions": run.summary["preemptions"], "e2e_s_p50": run.summary["e2e_s_p50"],
                      "output_tokens_per_s": run.summary["output_tokens_per_s"],
                      "blocks": run.config["num_blocks"]})  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.claim import Finding, holds_under
 
 CLAIM = "A service handles ten billion tokens a day (how many GPUs is that?)."
@@ -32,7 +33,8 @@ def run(quick: bool) -> Finding:
     draws = draw_plan(lengths, arrivals="poisson", requests=200 if quick else 800, draws=3, seed=10)
     rows, costs = [], []
     for engine in ENGINES:
-        study = find_capacities({"policy": ["vllm_v1"]}, {**engine, "async_scheduling": True}, draws, Objective.of(SLO),
+        base = {**engine, "async_scheduling": True, "cost_model": chosen_costs()}
+        study = find_capacities({"policy": ["vllm_v1"]}, base, draws, Objective.of(SLO),
                                 count=2 if quick else 3, tolerance=0.02)  # fmt: skip
         found = study.settings[0]
         replicas = math.ceil(rate / found.rate)

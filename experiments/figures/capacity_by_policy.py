@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.experiment import Check, Comparison, Result, Rows
 from experiments.paper_workloads import ARXIV, CHAT
 
@@ -76,7 +77,13 @@ def _capacities(engine: str, workload: str, objective: str, quick: bool) -> Rows
 
     slo_s = SLO_S[engine][objective]
     draws = draw_plan(WORKLOADS[workload], arrivals="poisson", requests=120 if quick else 400, draws=4, seed=5)
-    base = {**ENGINES[engine], "chunk_size": CHUNK[objective], "max_batch_size": 16, "max_num_seqs": 128}
+    base = {
+        **ENGINES[engine],
+        "cost_model": chosen_costs(),
+        "chunk_size": CHUNK[objective],
+        "max_batch_size": 16,
+        "max_num_seqs": 128,
+    }
     study = find_capacities(
         {"policy": SYSTEMS}, base, draws, Objective.of(f"tbt_p99={slo_s:g}"), count=2 if quick else 4, tolerance=0.02
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.experiment import Check, Result, Rows
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def run(quick: bool) -> Result:
             requests=count, arrivals=f"poisson:{rate}", prompt=PROMPT, output=OUTPUT, stratified=True, seed=4
         )
         for name, options in SYSTEMS.items():
-            run = replay(trace, **ENGINE, **options, warmup=str(count // 5))
+            run = replay(trace, **ENGINE, **options, cost_model=chosen_costs(), warmup=str(count // 5))
             keys = ("output_tokens_per_s", "tbt_s_p99", "tbt_s_p50", "ttft_s_p99", "ttft_s_p50", "stalls", "overloaded")
             rows.append({"system": name, "rate": rate, **{key: run.summary[key] for key in keys}})
     at = {(row["system"], row["rate"]): row for row in rows}

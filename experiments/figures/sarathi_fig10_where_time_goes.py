@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows
 from experiments.figure_parts import GROUP_LOOKS, stacked_bars
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio
@@ -24,9 +25,7 @@ PAPER_FFN, PAPER_PROJECTIONS = (1.3, 1.6), (1.05, 1.38)
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     rows: Rows = []
     for length, slots in SLOTS.items():
         prompt, decodes = split_by_ratio(length, (CHUNK - (slots - 1)) / (slots - 1))

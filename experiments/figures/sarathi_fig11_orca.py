@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows, within_check
 from experiments.figure_parts import PAPER_POINT
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio, tokens_per_s
@@ -22,9 +23,7 @@ SYSTEMS = ("orca, worst", "orca, best", "decode_maximal")
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     rows: Rows = []
     for length, slots in SLOTS.items():
         prompt, decodes = split_by_ratio(length, (CHUNK - (slots - 1)) / (slots - 1))

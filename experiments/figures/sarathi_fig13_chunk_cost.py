@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows, within_check
 from experiments.figure_parts import PAPER_POINT
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio, tokens_per_s
@@ -24,9 +25,7 @@ PAPER_GAIN = {64: 1.0, 128: 1.16, 256: 1.27}
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     whole = layers_ms(cost, prefill(LENGTH))
     rows: Rows = []
     for chunk in CHUNKS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, within_check
 from experiments.figure_parts import GROUP_LOOKS, stacked_bars
 from experiments.step_costs import GROUPS, OTHERS, decode, layers_ms, prefill
@@ -20,9 +21,7 @@ PAPER_RATIO = {1: 200.0, 2: 100.0, 18: 16.7}
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     rows = []
     for batch in BATCHES:
         for phase, shape, tokens in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows
 from experiments.figure_parts import GROUP_LOOKS, PAPER_POINT
 from experiments.step_costs import ATTENTION, FFN, POSTPROJ, PREPROJ, decode, layers_ms, prefill
@@ -25,9 +26,9 @@ OPERATORS = (PREPROJ, ATTENTION, POSTPROJ, FFN)
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model, load_hardware, load_model_spec
+    from profiler import load_hardware, load_model_spec
 
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     model, gpu = load_model_spec(MODEL), load_hardware(GPU)
     rows: Rows = []
     for phase, sizes in (("prefill", PREFILL_TOKENS), ("decode", DECODE_BATCHES)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, within_check
 from experiments.figure_parts import PAPER_POINT
 from experiments.step_costs import iteration_ms, prefill
@@ -19,9 +20,7 @@ PAPER_MS = {128: 55.0, 256: 69.8, 257: 92.33}
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     tokens = range(32, 545, 8 if quick else 1)
     rows = [
         {"tokens": n, "ms": iteration_ms(cost, prefill(n))}

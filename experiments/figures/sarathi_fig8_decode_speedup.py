@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows, within_check
 from experiments.figure_parts import PAPER_POINT
 from experiments.paper_workloads import split_by_ratio
@@ -28,9 +29,7 @@ TABLE4 = (
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    costs = {model: load_cost_model(model, gpu, dtype="float16") for model, gpu in ENGINES.items()}
+    costs = {model: cost_of(model, gpu, dtype="float16") for model, gpu in ENGINES.items()}
     rows: Rows = []
     for length, batches in BATCHES.items():
         for batch in batches:

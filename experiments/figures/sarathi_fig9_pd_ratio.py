@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows, within_check
 from experiments.figure_parts import PAPER_POINT
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio, tokens_per_s
@@ -30,9 +31,7 @@ TABLE4 = (
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    costs = {key: load_cost_model(*key, dtype="float16") for key in (("llama-13b", "a6000"), ("llama-33b", "a100"))}
+    costs = {key: cost_of(*key, dtype="float16") for key in (("llama-13b", "a6000"), ("llama-33b", "a100"))}
     cost = costs[MODEL, GPU]
     rows: Rows = []
     for length, slots in list(SLOTS.items())[: 1 if quick else 3]:

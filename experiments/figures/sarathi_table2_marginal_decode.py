@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from experiments.chosen_costs import cost_of
 from experiments.experiment import Check, Comparison, Result, Rows, within_check
 from experiments.step_costs import ATTENTION, decode, hybrid, iteration_ms, layers_ms, linear_ms, prefill
 
@@ -27,9 +28,7 @@ PAPER = {
 
 
 def run(quick: bool) -> Result:
-    from profiler import load_cost_model
-
-    cost = load_cost_model(MODEL, GPU, dtype="float16")
+    cost = cost_of(MODEL, GPU, dtype="float16")
     rows: Rows = []
     for name, shape in SHAPES.items():
         parts = layers_ms(cost, shape)

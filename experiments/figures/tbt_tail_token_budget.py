@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from experiments.chosen_costs import chosen_costs
 from experiments.experiment import Check, Result, Rows
 from experiments.paper_workloads import CHAT
 
@@ -24,6 +25,7 @@ def run(quick: bool) -> Result:
     from workloads import generate
 
     trace = generate(requests=150 if quick else 800, arrivals=f"poisson:{LOAD}", seed=3, **CHAT)
+    engine = {**ENGINE, "cost_model": chosen_costs()}
     rows: Rows = []
     options: dict[str, dict[str, Any]] = {
         "chunked": {"policy": "chunked"},
@@ -32,9 +34,9 @@ def run(quick: bool) -> Result:
     for name, option in options.items():
         for budget in BUDGETS[:: 3 if quick else 1]:
             knobs = {"chunk_size": budget} if name == "chunked" else {}
-            run = replay(trace, **ENGINE, **option, token_budget=budget, **knobs)
+            run = replay(trace, **engine, **option, token_budget=budget, **knobs)
             rows.append({"policy": name, "token_budget": budget, **_row(run.summary)})
-    whole = replay(trace, **ENGINE, policy="prefill_priority")
+    whole = replay(trace, **engine, policy="prefill_priority")
     rows.append({"policy": "prefill_priority", "token_budget": None, **_row(whole.summary)})
     line = [row for row in rows if row["policy"] == "chunked"]
     tails = [row["tbt_s_p99"] for row in line]
