@@ -120,10 +120,18 @@ def report_command(
     import json
 
     from profiler.fitted import find_fitted
+    from profiler.iteration_model import is_iteration_fit, read_fit
     from profiler.model_file import read_model
-    from profiler.report import draw, report, text
+    from profiler.report import draw, iteration_report, iteration_text, report, text
 
-    fit = read_model(find_fitted(model_file) or model_file)
+    found = find_fitted(model_file) or model_file
+    if is_iteration_fit(found):
+        if figures is not None:
+            raise ProfileError(f"{found}: found a fit of whole iterations, which has no figures; leave --figures out")
+        whole = iteration_report(read_fit(found))
+        print(json.dumps(whole, indent=2) if as_json else iteration_text(whole))
+        return
+    fit = read_model(found)
     facts = report(fit)
     print(json.dumps(facts, indent=2) if as_json else text(facts))
     if figures is not None:

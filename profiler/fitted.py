@@ -85,6 +85,11 @@ class FittedModel:
         for stage in range(self.stages):
             self._grow(stage, 2048)
         self._grow_sampled(256)
+        # Host terms of up to 1024 sequences, for the inner loop.
+        self._before_ns = [self._host_before_ns(count) for count in range(1025)]
+        self._after_ns = [self._host_after_ns(count) for count in range(1025)]
+        region = engine.region
+        self._bounds = (region.composed, region.rows, region.decodes, region.sampled, region.context)
 
     # --- terms by rows -----------------------------------------------------------------------------------------------
 
@@ -131,10 +136,58 @@ class FittedModel:
 
     def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
         """Planning and input preparation before, output handling after; per step and per sequence."""
+        return self._host_before_ns(len(shape[0]) + shape[1]), self._host_after_ns(shape[5])
+
+    def _host_before_ns(self, sequences: int) -> Ns:
         terms = self.engine.terms
-        before = terms.host_before_us + (len(shape[0]) + shape[1]) * terms.host_before_sequence_us
-        after = terms.host_after_us + shape[5] * terms.host_after_sample_us
-        return int(before * 1e3 + 0.5), int(after * 1e3 + 0.5)
+        return int((terms.host_before_us + sequences * terms.host_before_sequence_us) * 1e3 + 0.5)
+
+    def _host_after_ns(self, sampled: int) -> Ns:
+        terms = self.engine.terms
+        return int((terms.host_after_us + sampled * terms.host_after_sample_us) * 1e3 + 0.5)
+
+    def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
+        """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
+        chunks, rows, total, largest, dummy, sampled, executed = shape
+        composed, most_rows, most_decodes, most_sampled, longest = self._bounds
+        inside = not composed and rows <= most_decodes and largest <= longest and sampled <= most_sampled
+        sequences = len(chunks) + rows
+        ns = 0
+        if chunks:
+            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * self.engine.layer_split[0] + 0.5)
+            region = self.engine.region
+            for tokens, prefix in chunks:
+                rows += tokens
+                if tokens > region.tokens or prefix > region.prefix:
+                    inside = False
+        elif rows:
+            ns = int(self._attention.decode_ns(rows, total, largest) * self.engine.layer_split[0] + 0.5)
+        rows += dummy
+        if executed > rows:
+            rows = executed
+        try:
+            ns += self._rows_ns[0][rows]
+            if sampled:
+                ns += self._sampled_ns[sampled]
+            return self._before_ns[sequences], self._after_ns[sampled], ns, inside and rows <= most_rows
+        except IndexError:
+            return (*self.host_ns(shape), self.stage_ns(shape), self.inside(shape))
+
+    def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
+        """(stage_ns, send_ns) of every stage: `profiler.cost_model.QuickCostModel`; attention is looked up once."""
+        chunks, decodes, total, largest, *_ = shape
+        rows, sampled, attention = shape.rows, shape[5], 0.0
+        if chunks:
+            attention = self._attention.batch_ns(chunks, decodes, total, largest)
+        elif decodes:
+            attention = self._attention.decode_ns(decodes, total, largest)
+        send, last = self.send_ns(shape, 0), self.stages - 1
+        times = []
+        for stage, layers in enumerate(self.engine.layer_split):
+            self._reach(stage, rows, sampled)
+            ns = int(attention * layers + 0.5) + self._rows_ns[stage][rows]
+            times.append((ns, send) if stage < last else (ns + (self._sampled_ns[sampled] if sampled else 0), 0))
+        return times
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time of one stage in ns. The simulator's inner loop; `predict_ns` is its vector twin."""

@@ -12,6 +12,7 @@ from profiler.intervals import half_widths
 
 if TYPE_CHECKING:
     from profiler.device_fit import DeviceFit
+    from profiler.iteration_model import IterationFit
 
 AIMS = {"median": 0.02, "p95": 0.08}
 """Errors aimed at on structures left out."""
@@ -31,6 +32,42 @@ def report(fit: DeviceFit) -> dict[str, Any]:
         "half_widths_90": half_widths(fit.errors, ()),
         "worst": list(fit.worst),
     }
+
+
+def iteration_report(fit: IterationFit) -> dict[str, Any]:
+    """The same of a fit of whole iterations, which knows no operators."""
+    return {
+        "device": fit.device,
+        "model": fit.model,
+        "dtype": fit.dtype,
+        "backend": fit.backend,
+        "provenance": dict(fit.provenance),
+        "region": vars(fit.bounds),
+        "held_out": dict(fit.errors),
+        "noise": dict(fit.noise),
+        "disturbance": fit.disturbance,
+        "drift": fit.drift,
+    }
+
+
+def iteration_text(facts: Mapping[str, Any]) -> str:
+    """The report of a fit of whole iterations for people."""
+    lines = [
+        f"{facts['model']} on {facts['device']} ({facts['dtype']}, {facts['backend']}): fitted to whole iterations",
+        "  "
+        + ", ".join(f"{key} {value}" for key, value in facts["provenance"].items() if isinstance(value, str | int)),
+        "  measured up to: " + ", ".join(f"{value} {name}" for name, value in facts["region"].items()),
+        f"  machine: {facts['disturbance']:.1%} of the time lost to others, speed drifts by {facts['drift']:.1%}",
+    ]
+    errors = {name.replace("_", " "): value for name, value in facts["held_out"].items()}
+    lines.append(f"  errors over {errors.pop('shapes', 0):g} shapes: " + _shares(errors))
+    if facts["noise"]:
+        lines.append("  noise: " + _shares(facts["noise"]))
+    return "\n".join(lines)
+
+
+def _shares(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1%}" for name, value in values.items())
 
 
 def _region(fit: DeviceFit) -> dict[str, Any]:

@@ -132,3 +132,17 @@ def test_a_report_names_errors_region_noise_and_worst_cases(tmp_path: Path) -> N
     for part in ("Apache-2.0", "errors on structures left out", "noise floor", "worst cases", "gemm widths"):
         assert part in shown.output
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".pdf", ".pdf", ".png", ".png"]
+
+
+def test_a_fit_of_whole_iterations_has_a_report_too(tmp_path: Path) -> None:
+    from profiler.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit, write_fit
+
+    file = tmp_path / "cpu.json"
+    bounds = Bounds(rows=64, sampled=8, chunks=1, tokens=64, prefix=0, decodes=8, context=128, context_total=1024)
+    errors = {"shapes": 70.0, "held_out_median": 0.021, "held_out_p95": 0.1}
+    prices = ((1.0,) * len(ROW_TERMS), (1.0,) * len(AMOUNTS), (1.0,) * len(HOST_AMOUNTS), (1.0, 1.0))
+    write_fit(IterationFit("a cpu", "tiny", "float32", "eager", *prices, bounds, errors=errors), file)
+    shown = CliRunner().invoke(build(), ["report", str(file)])
+    assert shown.exit_code == 0, shown.output
+    for part in ("tiny on a cpu", "128 context", "errors over 70 shapes: held out median 2.1%"):
+        assert part in shown.output

@@ -88,6 +88,15 @@ def test_scalar_vector_and_repeated_forms_give_equal_integers(batch: list[BatchS
         assert fitted.repeat_ns(shape, 3, stage).tolist() == [fitted.stage_ns(one, stage) for one in later]
 
 
+@settings(max_examples=60, deadline=None)
+@given(shapes())
+def test_one_call_for_an_iteration_gives_the_same_numbers(shape: BatchShape) -> None:
+    fitted, staged = model(), model(pp=3)
+    plain = (*fitted.host_ns(shape), fitted.stage_ns(shape), fitted.inside(shape))
+    assert fitted.iteration_ns(shape) == plain
+    assert staged.stages_ns(shape) == [(staged.stage_ns(shape, s), staged.send_ns(shape, s)) for s in range(3)]
+
+
 @settings(max_examples=40, deadline=None)
 @given(shapes(), st.sampled_from([1, 3]))
 def test_a_breakdown_sums_exactly(shape: BatchShape, pp: int) -> None:
