@@ -22,6 +22,9 @@ RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 
 MAX_ROWS = 1 << 20
 
+# Arrays have a price of their own, which this many steps of a plain loop would pay.
+WORTH_AN_ARRAY = 96
+
 
 @dataclass(frozen=True)
 class Region:
@@ -225,6 +228,14 @@ class FittedModel:
         chunks, decodes, total, largest, _, sampled, executed = shape
         if not decodes:
             return np.full(steps, self.stage_ns(shape, stage), np.int64)
+        rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
+        layers = self.engine.layer_split[stage]
+        if steps < WORTH_AN_ARRAY and not chunks:
+            one_ns, contexts = self._attention.decode_ns, range(total, total + steps * decodes, decodes)
+            plain = [
+                int(one_ns(decodes, context, largest + i) * layers + 0.5) + rest for i, context in enumerate(contexts)
+            ]
+            return np.array(plain, np.int64)
         ahead = np.arange(steps, dtype=np.int64)
         counts = np.full(steps, decodes, np.int64)
         if chunks:
@@ -239,8 +250,7 @@ class FittedModel:
             )
         else:
             attention = self._attention.decode_ns_of(counts, total + ahead * decodes, largest + ahead)
-        rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
-        return (attention * self.engine.layer_split[stage] + 0.5).astype(np.int64) + rest
+        return (attention * layers + 0.5).astype(np.int64) + rest
 
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
