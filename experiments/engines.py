@@ -5,11 +5,13 @@ An engine takes tasks by number and hands results back as they come, in any orde
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -155,3 +157,16 @@ def named_files(value: Any) -> list[str]:
         return []
     parts = dict.fromkeys((value, value.partition(":")[2], value.rpartition(":")[0]))
     return [part for part in parts if part and Path(part).suffix and Path(part).is_file()]
+
+
+def placed(name: str, content: bytes) -> str:
+    """A file of this name and content in the temporary folder, made once and shared by all who need the same."""
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / name
+    if not target.exists():
+        scratch = folder / f".{name}.{os.getpid()}"
+        scratch.write_bytes(content)
+        os.replace(scratch, target)
+    return str(target)

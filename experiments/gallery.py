@@ -18,7 +18,8 @@ HEAD = """# Gallery
 Each figure below is measured by `python -m experiments run all` and can be made again from one command and one file of
 `experiments/figures/`. Papers' numbers stand beside ours only to compare: no cost model is fitted to them. *Holds*
 means that all which the paper says there and we check comes out here too; *holds in part* says how much of it does.
-A cost model called `roofline` knows nothing but specifications (docs/costs.md); `fitted` ones rest on measured kernels.
+A cost model called `roofline` knows nothing but specifications (docs/costs.md); `fitted` ones rest on measured kernels,
+measured with other software than the papers' engines had: where both stand beside each other, neither is the paper's.
 """
 
 CLAIMS_HEAD = (
@@ -67,10 +68,15 @@ def _page(
     folder: str,
     others: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    lines = [HEAD, "| figure | verdict | costs |", "|---|---|---|"]
+    heads = ["figure", "verdict", "costs", *(["with other costs"] if others else [])]
+    lines = [HEAD, f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in figures:
-        costs = "<br>".join(row["cost_models"])
-        lines.append(f"| [{row['experiment']}](#{row['experiment']}) | {row['verdict']} | {costs} |")
+        name = row["experiment"]
+        cells = [f"[{name}](#{name})", row["verdict"], "<br>".join(row["cost_models"])]
+        if others:
+            other = others.get(name)
+            cells.append("-" if other is None or _same_costs(row, other) else f"{other['verdict']} ({_kinds(other)})")
+        lines.append(f"| {' | '.join(cells)} |")
     for row in figures:
         lines += ["", *_section(row, folder, others.get(row["experiment"]))]
     if claims:
@@ -103,7 +109,7 @@ def _section(row: Mapping[str, Any], folder: str, other: Mapping[str, Any] | Non
         "",
     ]
     lines += [f"- {'yes' if check['holds'] else '**no**'}: {check['text']}" for check in row["checks"]]
-    if other is not None and other["cost_models"] == row["cost_models"]:
+    if other is not None and _same_costs(row, other):
         other = None
     if other is not None:
         lines += ["", f"With {_kinds(other)} costs: {other['verdict']}."]
@@ -127,6 +133,10 @@ def _numbers(row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[st
             cells.append(_with_difference(more[each["what"]]) if each["what"] in more else "-")
         lines.append(f"| {' | '.join(cells)} | {each['paper']:.4g}{unit} |")
     return lines
+
+
+def _same_costs(row: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(row["cost_models"] == other["cost_models"])
 
 
 def _with_difference(each: Mapping[str, Any]) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.engines import Tasks, named_files, project_root
+from experiments.engines import Tasks, named_files, placed, project_root
 from experiments.errors import ExperimentError
 from experiments.tasks import PACKAGES, Result, Task, one_thread_each, perform
 
@@ -92,15 +89,7 @@ def _placed(name: str, content: bytes) -> str:
             return name
     except OSError:
         pass
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}" / digest
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / here.name
-    if not target.exists():
-        scratch = folder / f".{here.name}.{os.getpid()}"
-        scratch.write_bytes(content)
-        os.replace(scratch, target)
-    return str(target)
+    return placed(here.name, content)
 
 
 def _renamed(value: Any, places: Mapping[str, str]) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from experiments.engines import placed
 from experiments.errors import ExperimentError
 from experiments.workload import load_workload
 
@@ -57,9 +56,7 @@ def _changed(kind: str, base: str, changes: str) -> str:
         else:
             facts[outer] = value
     facts.pop("name")
-    file = Path(tempfile.mkdtemp(prefix="charioteer-")) / f"{spec.name}-changed.toml"
-    file.write_text(_toml(facts), encoding="utf-8")
-    return str(file)
+    return placed(f"{spec.name}-changed.toml", _toml(facts).encode())
 
 
 def _toml(facts: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ def draw(result: Result, width_in: float) -> Figure:
             [r["load"] for r in rows], [r["tbt_s_p99"] for r in rows], marker=style.marker, markersize=4, **style.line()
         )
     right.set_xlabel("load (requests/s)")
-    right.set_ylabel("P99 time between tokens (s)")
+    right.set_ylabel("P99 gap (s)")
     right.set_ylim(bottom=0)
     legend_above(figure, left, 4, per_row=2)
     return figure

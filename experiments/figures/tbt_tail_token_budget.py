@@ -73,7 +73,7 @@ def draw(result: Result, width_in: float) -> Figure:
     figure, axes = new_figure(width_in, 2.2 if wide else 3.8, *((1, 2) if wide else (2, 1)), sharex=not wide)
     for ax, key, scale, name, ticks in (
         (axes.flat[0], "tbt_s_p99", 1e3, "P99 gap (ms)", (10, 20, 50, 100, 200)),
-        (axes.flat[1], "ttft_s_p99", 1.0, "P99 first token (s)", (0.5, 1, 2, 4)),
+        (axes.flat[1], "ttft_s_p99", 1.0, "P99 first token (s)", (0.5, 1, 2, 4, 8, 16)),
     ):
         for policy in ("chunked", "vllm_v1"):
             style = POLICY_STYLES[policy]
