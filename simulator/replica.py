@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from simpy import Environment, Event
 
 from metrics import Recorder
+from metrics.events import pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from simulator.clock import VirtualTime
 from simulator.leaping import ends_until
@@ -73,6 +74,7 @@ class Replica:
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
+        self._row = recorder.row
         self._repeat_terms = getattr(cost, "repeat_terms", None)
         self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
         self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
@@ -231,7 +233,7 @@ class Replica:
         With one batch at a time whatever was in flight is over when the next one is planned, so host and stage are
         free and times follow each other. The tests hold it against the plain path.
         """
-        scheduler, replica, row = self.scheduler, self.number, self.recorder.row
+        scheduler = self.scheduler
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         now = ahead.now
         while True:
@@ -264,26 +266,7 @@ class Replica:
             now = end
             finished = scheduler.deliver(batch, end)
             self.busy_ns += device
-            if len(chunks) == 1:
-                track, tokens, prefix, samples = chunks[0]
-                members: Sequence[int] = (track.request.id, tokens, prefix, samples)
-            else:
-                members = [
-                    field for chunk in chunks for field in (chunk[0].request.id, chunk[1], chunk[2], chunk[3])
-                ]
-            cohorts = []
-            for cohort, step, size, _, _ in batch.grown:
-                if size:
-                    cohorts += (cohort.number, step, size)
-            _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
-            row(
-                (
-                    replica, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
-                    dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waits, free_blocks,
-                    batch.cached_tokens, before, after, device, inside, len(chunks), len(cohorts) // 3, 0,
-                ),
-                members, cohorts,
-            )  # fmt: skip
+            self._record(batch, start, end, before, after, device, (), running, waits, free_blocks, inside)
             if finished:
                 for track in finished:
                     self._end(track)
@@ -466,27 +449,58 @@ class Replica:
         scheduler = self.scheduler
         finished = scheduler.deliver(batch, end)
         self.busy_ns += device
-        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape = batch.shape
-        chunks: list[int] = []
-        for track, tokens, prefix, samples in batch.chunks:
-            chunks += (track.request.id, tokens, prefix, samples)
-        cohorts: list[int] = []
-        for cohort, step, size, _, _ in batch.grown:
-            if size:
-                cohorts += (cohort.number, step, size)
-        self.recorder.row(
-            (
-                self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
-                dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
-                batch.cached_tokens, before, after, device, self._inside(shape), len(batch.chunks),
-                len(cohorts) // 3, len(stages),
-            ),
-            chunks, cohorts, [time for stage in stages for time in stage],
-        )  # fmt: skip
+        inside = self._inside(batch.shape)
+        self._record(batch, start, end, before, after, device, stages, running, waiting, free_blocks, inside)
         for track in finished:
             self._end(track)
         if scheduler.retired:
             self._record_retired()
+
+    def _record(
+        self,
+        batch: Batch,
+        start: Ns,
+        end: Ns,
+        before: Ns,
+        after: Ns,
+        device: Ns,
+        stages: tuple[tuple[Ns, Ns, Ns], ...],
+        running: int,
+        waiting: int,
+        free_blocks: int,
+        inside: bool,
+    ) -> None:
+        """`Recorder.iteration` in numbers alone."""
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = batch.shape
+        chunks = batch.chunks
+        num_chunks = len(chunks)
+        request = tokens = prefix = num_cohorts = number = step = size = 0
+        samples = False
+        more_chunks: list[int] = []
+        more_cohorts: list[int] = []
+        if num_chunks:
+            track, tokens, prefix, samples = chunks[0]
+            request = track.request.id
+            if num_chunks > 1:
+                for track, *fields in chunks[1:]:
+                    more_chunks += (track.request.id, *fields)
+        for cohort, at, members, _, _ in batch.grown:
+            # A cohort that begins with this batch has decoded nobody in it.
+            if members:
+                if num_cohorts:
+                    more_cohorts += (cohort.number, at, members)
+                else:
+                    number, step, size = cohort.number, at, members
+                num_cohorts += 1
+        self._row(
+            pack_row(
+                self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
+                dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
+                batch.cached_tokens, before, after, device, inside, num_chunks, num_cohorts, len(stages),
+                request, tokens, prefix, samples, number, step, size,
+            ),
+            more_chunks, more_cohorts, [time for stage in stages for time in stage] if stages else (),
+        )  # fmt: skip
 
     def _record_retired(self) -> None:
         for cohort in self.scheduler.take_retired():
