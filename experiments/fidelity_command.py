@@ -45,7 +45,9 @@ def fidelity(
         if not as_json:
             _print(bench, result, rows)
         if out is not None:
-            _write(out, result)
+            written = _write(out, result)
+            if not as_json:
+                print(f"  wrote {written}\n")
     if as_json:
         print(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
 
@@ -119,7 +121,7 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
     print()
 
 
-def _write(out: Path, result: Fidelity) -> None:
+def _write(out: Path, result: Fidelity) -> Path:
     """over_time.csv and figures/over_time.{pdf,png} below OUT/GPU/MODEL."""
     import pandas as pd
 
@@ -132,4 +134,4 @@ def _write(out: Path, result: Fidelity) -> None:
     columns = over_time(result)
     pd.DataFrame(columns).to_csv(folder / "over_time.csv", index=False)
     save(over_time_figure(columns, result.run.name), folder / "figures", "over_time")
-    print(f"  wrote {folder}")
+    return folder

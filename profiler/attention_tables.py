@@ -22,9 +22,8 @@ TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
 DECODE_LIMIT = 1024
 _TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
-_CONTEXTS = (0, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_FAR_CONTEXTS = (24576, 32768, 65536, CONTEXT_LIMIT)
-_DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, DECODE_LIMIT)
+_CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, CONTEXT_LIMIT)
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, DECODE_LIMIT)
 
 
 class AttentionSource(Protocol):
@@ -57,9 +56,10 @@ class Axis:
         self.cell = np.clip(self.cell, 0, len(self.knots) - 2)
         self.last = len(self.cell) - 1
         self.inverse = 1.0 / np.diff(self.knots)
-        self.cell_list: list[int] = self.cell.tolist()
-        self.knot_list: list[float] = self.knots.tolist()
-        self.inverse_list: list[float] = self.inverse.tolist()
+
+    def as_lists(self) -> tuple[list[int], list[float], list[float], int]:
+        """(cells, knots, inverse widths, last whole number), as Python lists."""
+        return self.cell.tolist(), self.knots.tolist(), self.inverse.tolist(), self.last
 
     def locate(self, values: Any) -> tuple[NDArray[np.int64], Array]:
         """(cell, weight of its upper knot); beyond the last knot the last cell is continued in a straight line."""
@@ -88,7 +88,7 @@ class AttentionTables:
         """
         self.window = window or 0
         self.fused = fused
-        self.contexts = Axis([*_CONTEXTS, *source.knots("context"), *_FAR_CONTEXTS])
+        self.contexts = Axis([*_CONTEXTS, *source.knots("context")])
         self.tokens = Axis([*_TOKENS, *source.knots("tokens")])
         self.decodes = Axis([*_DECODES, *source.knots("decodes")])
         far = self._seen(self.contexts.knots)
@@ -130,6 +130,9 @@ class AttentionTables:
         self._beyond_list: list[float] = self._beyond.tolist()
         self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
         self._mixed_list: list[float] = self._mixed.tolist()
+        self._token_axis = self.tokens.as_lists()
+        self._decode_axis = self.decodes.as_lists()
+        self._context_axis = self.contexts.as_lists()
 
     def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
         """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
@@ -153,8 +156,8 @@ class AttentionTables:
         """A batch of decodes and nothing else."""
         mean = total / decodes
         whole = int(mean)
-        axis = self.contexts
-        cell = axis.cell_list[whole if whole < axis.last else axis.last]
+        cells, _, _, end = self._context_axis
+        cell = cells[whole if whole < end else end]
         row = decodes if decodes < DECODE_LIMIT else DECODE_LIMIT
         at = row * self._decode_row + cell
         ns = self._base_list[at] + self._slope_list[at] * mean
@@ -164,12 +167,12 @@ class AttentionTables:
 
     def chunk_ns(self, tokens: int, prefix: int) -> float:
         """One chunk and nothing else."""
-        axis = self.tokens
-        i = axis.cell_list[tokens if tokens < axis.last else axis.last]
-        x = (tokens - axis.knot_list[i]) * axis.inverse_list[i]
-        axis = self.contexts
-        j = axis.cell_list[prefix if prefix < axis.last else axis.last]
-        y = (prefix - axis.knot_list[j]) * axis.inverse_list[j]
+        cells, knots, inverse, end = self._token_axis
+        i = cells[tokens if tokens < end else end]
+        x = (tokens - knots[i]) * inverse[i]
+        cells, knots, inverse, end = self._context_axis
+        j = cells[prefix if prefix < end else end]
+        y = (prefix - knots[j]) * inverse[j]
         width, table = self._decode_row, self._chunk_list
         at = i * width + j
         low, high = table[at], table[at + width]
@@ -214,43 +217,60 @@ class AttentionTables:
         return main[0], main[1], total - best, end
 
     def _beside_ns(self, tokens: int, prefix: int, decodes: int, mean: float) -> float:
-        """One chunk beside decodes of equal context: sixteen corners, fewer where a coordinate sits on a knot."""
-        axis = self.tokens
-        i = axis.cell_list[tokens if tokens < axis.last else axis.last]
-        x = (tokens - axis.knot_list[i]) * axis.inverse_list[i]
-        axis = self.decodes
-        k = axis.cell_list[decodes if decodes < axis.last else axis.last]
-        z = (decodes - axis.knot_list[k]) * axis.inverse_list[k]
-        axis = self.contexts
-        j = axis.cell_list[prefix if prefix < axis.last else axis.last]
-        y = (prefix - axis.knot_list[j]) * axis.inverse_list[j]
+        """One chunk beside decodes of equal context: sixteen corners, fewer where a coordinate sits on a knot.
+
+        Written out, since calls would cost as much as the arithmetic: lerp along the mean context (w), the number of
+        decodes (z), the prefix (y) and the tokens (x), as `_beside_ns_of` does in columns.
+        """
+        cells, knots, inverse, end = self._token_axis
+        i = cells[tokens if tokens < end else end]
+        x = (tokens - knots[i]) * inverse[i]
+        cells, knots, inverse, end = self._decode_axis
+        k = cells[decodes if decodes < end else end]
+        z = (decodes - knots[k]) * inverse[k]
+        cells, knots, inverse, end = self._context_axis
+        j = cells[prefix if prefix < end else end]
+        y = (prefix - knots[j]) * inverse[j]
         whole = int(mean)
-        last = axis.cell_list[whole if whole < axis.last else axis.last]
-        w = (mean - axis.knot_list[last]) * axis.inverse_list[last]
+        last = cells[whole if whole < end else end]
+        w = (mean - knots[last]) * inverse[last]
         first, second, third = self._strides
         v = self._mixed_list
         at = i * first + j * second + k * third + last
-        low = self._pair(v, at, third, w, z)
+        low = v[at]
+        low = low + (v[at + 1] - low) * w
+        if z:
+            over = v[at + third]
+            over = over + (v[at + third + 1] - over) * w
+            low = low + (over - low) * z
         if y:
-            low = low + (self._pair(v, at + second, third, w, z) - low) * y
+            to = at + second
+            high = v[to]
+            high = high + (v[to + 1] - high) * w
+            if z:
+                over = v[to + third]
+                over = over + (v[to + third + 1] - over) * w
+                high = high + (over - high) * z
+            low = low + (high - low) * y
         if not x:
             return low
         at += first
-        high = self._pair(v, at, third, w, z)
+        far = v[at]
+        far = far + (v[at + 1] - far) * w
+        if z:
+            over = v[at + third]
+            over = over + (v[at + third + 1] - over) * w
+            far = far + (over - far) * z
         if y:
-            high = high + (self._pair(v, at + second, third, w, z) - high) * y
-        return low + (high - low) * x
-
-    @staticmethod
-    def _pair(v: list[float], at: int, stride: int, w: float, z: float) -> float:
-        low = v[at]
-        low = low + (v[at + 1] - low) * w
-        if not z:
-            return low
-        at += stride
-        high = v[at]
-        high = high + (v[at + 1] - high) * w
-        return low + (high - low) * z
+            to = at + second
+            high = v[to]
+            high = high + (v[to + 1] - high) * w
+            if z:
+                over = v[to + third]
+                over = over + (v[to + third + 1] - over) * w
+                high = high + (over - high) * z
+            far = far + (high - far) * y
+        return low + (far - low) * x
 
     # --- vector ------------------------------------------------------------------------------------------------------
 

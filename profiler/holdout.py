@@ -34,8 +34,11 @@ USED_ROWS = 8192
 """GEMMs of language models' layers; errors count these only."""
 
 
-def held_out(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
-    """Rows left out, by operator and axis ("gemm rows", "decode contexts", ...): their shape, us and predicted us."""
+def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -> dict[str, pd.DataFrame]:
+    """Rows left out, by operator and axis ("gemm rows", "decode contexts", ...): their shape, us and predicted us.
+
+    iterations: whole steps of a profiled model too.
+    """
     found: dict[str, pd.DataFrame] = {}
     gemms = profile.table[(profile.table["k"] > 0) & (profile.table["operator"] != "head")]
     if len(gemms):
@@ -52,7 +55,7 @@ def held_out(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]:
         import pandas as pd
 
         found |= {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
-    found |= _iterations(profile, hardware)
+    found |= _iterations(profile, hardware) if iterations else {}
     return {name: table for name, table in found.items() if len(table)}
 
 
@@ -114,6 +117,8 @@ eighths of a longer run."""
 def folds(values: Array, least: float = -np.inf, most: float = np.inf) -> Iterator[Array]:
     """Two sets of every second value (or run of values one apart) between the outermost ones."""
     distinct = np.unique(values)
+    if not len(distinct):
+        return
     starts = np.concatenate([[True], (np.diff(distinct) > 1) | (distinct[1:] <= 16)])
     within = np.arange(len(distinct)) - np.maximum.accumulate(np.where(starts, np.arange(len(distinct)), 0))
     groups = np.cumsum(starts | (within % RUN == 0)) - 1

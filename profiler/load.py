@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from profiler.cost_model import CostModel
+from profiler.dtypes import canonical_dtype
 from profiler.errors import ProfileError
 from profiler.hardware import Hardware, load_hardware
 from profiler.model_config import load_model_spec
@@ -43,7 +44,7 @@ def load_cost_model(
         dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
     engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
     if str(cost_model) == "auto":
-        found = _shipped(hardware)
+        found = _shipped(hardware) if _fits_serve(dtype, kv_dtype, options) else None
         return (
             _fitted(found, spec, hardware, engine | options) if found else _roofline(spec, hardware, engine | options)
         )
@@ -59,6 +60,12 @@ def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> Co
     from profiler.roofline import Roofline
 
     return Roofline(spec, hardware, **engine)
+
+
+def _fits_serve(dtype: str, kv_dtype: str, options: dict[str, Any]) -> bool:
+    """Whether shipped fits know these dtypes (16 bits) and options; otherwise "auto" means the roofline."""
+    wanted = {canonical_dtype(dtype), "bfloat16" if kv_dtype == "auto" else canonical_dtype(kv_dtype)}
+    return wanted <= {"bfloat16", "float16"} and not {"tile", "constants"} & set(options)
 
 
 def _shipped(hardware: Hardware) -> Path | None:

@@ -40,6 +40,7 @@ def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
     policy: o.Policy = "chunked",
+    runs: o.Runs = 0,
     out: o.Out = None,
     figures: o.Figures = False,
     report: o.Report = None,
@@ -54,14 +55,19 @@ def replay_command(
     if (timeline or figures) and out is None:
         raise SimulationError("--timeline and --figures: say where with --out")
     _can_report(report)
+    if runs:
+        if out is not None or report is not None:
+            raise SimulationError("--runs prints intervals and keeps no run: it does not go with --out or --report")
+        _print_intervals(o.read_options_trace(trace, reading, settings.seed), settings, runs, as_json)
+        return
     window = _timeline_window(timeline, follow)
-    runs = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
     if window is not None and out is not None:
         from metrics.timeline import write_timeline
 
-        write_timeline(out / "timeline.json", next(iter(runs.values())).tables, window=window, request=follow)
-    _write_report(report, runs)
-    _report(runs, out, figures, as_json)
+        write_timeline(out / "timeline.json", next(iter(done.values())).tables, window=window, request=follow)
+    _write_report(report, done)
+    _report(done, out, figures, as_json)
 
 
 @app.command("compare", context_settings=_KNOBS)
@@ -169,6 +175,26 @@ def _list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: boo
         for knob, facts in row["knobs"].items():
             flag = prefix + knob.replace("_", "-")
             console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+
+
+def _print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool) -> None:
+    from simulator.intervals import predict_intervals
+
+    intervals = predict_intervals(trace, settings, runs)
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready({key: found._asdict() for key, found in intervals.items()}), indent=2))
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{settings.policy}: prediction and 90 % interval over {runs} draws of the costs")
+    for column in ("statistic", "value", "from", "to"):
+        table.add_column(column, justify="left" if column == "statistic" else "right")
+    for key, found in intervals.items():
+        if found.low != found.high:
+            table.add_row(key, *(f"{number:,.5g}" for number in found))
+    _console().print(table)
 
 
 def _timeline_window(text: str | None, follow: int | None) -> Any:

@@ -91,6 +91,9 @@ Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figure
 Report = Annotated[
     Path | None, _option("--report", "Write one HTML file with tables, plots, timeline and requests.", OUTPUT)
 ]
+Runs = Annotated[
+    int, _option("--runs", "Draws from the cost model's own error: prints a 90 % interval of every statistic.", OUTPUT)
+]
 Timeline = Annotated[
     str | None,
     _option("--timeline", "Write timeline.json (for Perfetto) of FROM:TO seconds; `:` is the whole run.", OUTPUT),

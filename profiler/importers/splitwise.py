@@ -11,7 +11,7 @@ from pathlib import Path
 
 from profiler.errors import ProfileError
 from profiler.importers.tables import read_csv
-from profiler.profile import Profile, make_profile
+from profiler.profile import Profile, chunk_text, make_profile
 
 LONGEST_OUTPUT = 1024
 """Longer outputs stopped early."""
@@ -32,7 +32,7 @@ def read(path: Path, model: str | None = None, tensor_parallel: int | None = Non
     for (name, device, degree, prompt, batch, output), runs in table.groupby(keys, sort=True):
         half = int(prompt + min(output, LONGEST_OUTPUT) // 2)
         shapes = {
-            "prompt_time": {"chunks": f"{int(prompt)}:0x{int(batch)}", "rows": prompt * batch},
+            "prompt_time": {"chunks": chunk_text([(int(prompt), 0)] * int(batch)), "rows": prompt * batch},
             "token_time": {
                 "decodes": batch, "rows": batch, "decode_context_total": half * batch, "decode_context_max": half,
             },

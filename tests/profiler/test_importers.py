@@ -65,3 +65,68 @@ def test_a_broken_cell_is_named_by_file_row_and_column(tmp_path: Path) -> None:
     (folder / "dense.csv").write_text("layer,tokens,time_us\nqkv_proj,1,10\nqkv_proj,two,10\n")
     with pytest.raises(ProfileError, match=r"dense.csv: row 3, tokens: found 'two', expected a number"):
         import_profile("llmservingsim", tmp_path / "Llama-3.1-8B")
+
+
+@needs_data
+def test_aiconfigurator_counts_all_reduce_messages_in_elements_and_contexts_without_the_new_token() -> None:
+    profile = import_profile("aiconfigurator", DATA / "aiconfigurator/a100_sxm")
+    assert seconds(profile, operator="gemm", rows=8192, n=65536, k=4096) == pytest.approx(15.28754e-3)
+    pair = profile.only(operator="all_reduce", tensor_parallel=2)
+    assert seconds(pair, bytes=2 * 4194304) == pytest.approx(89.675e-6, rel=1e-4)  # inside a CUDA graph, not eager
+    heads = profile.only(operator="attention", heads=32, kv_heads=8)
+    assert seconds(heads, chunks="16384:0x4") > 3.5 * seconds(heads, chunks="16384:0")
+    assert set(heads.table["decode_context_max"]) >= {1, 1023, 16383}
+    assert profile.provenance["licence"].startswith("Apache-2.0")
+
+
+def vidur_row(operators: dict[str, float], **shape: object) -> dict[str, object]:
+    row: dict[str, object] = dict(shape)
+    for name, median in operators.items():
+        row |= {f"time_stats.{name}.{stat}": median for stat in ("min", "max", "mean", "median")}
+        row[f"time_stats.{name}.std"] = 0.0
+    return row
+
+
+def test_vidur_folders_have_milliseconds_and_contexts_of_one_request(tmp_path: Path) -> None:
+    import pandas as pd
+
+    folder = tmp_path / "a100/meta-llama/Llama-2-7b-hf"
+    folder.mkdir(parents=True)
+    linear = {"attn_pre_proj": 0.2, "mlp_up_proj": 0.4, "input_layernorm": 0.01}
+    pd.DataFrame([vidur_row(linear, num_tokens=64, num_tensor_parallel_workers=2)]).to_csv(
+        folder / "mlp.csv", index=False
+    )
+    shape = {"num_tensor_parallel_workers": 2, "batch_size": 4, "kv_cache_size": 1000}
+    decode = vidur_row(
+        {"attn_decode": 0.05, "attn_kv_cache_save": 0.01}, prefill_chunk_size=0, is_prefill=False, **shape
+    )
+    chunk = vidur_row(
+        {"attn_prefill": 0.3, "attn_kv_cache_save": 0.02}, prefill_chunk_size=512, is_prefill=True, **shape
+    )
+    pd.DataFrame([decode, chunk]).to_csv(folder / "attention.csv", index=False)
+    pd.DataFrame([vidur_row({"all_reduce": 0.07}, num_workers=2, size=8192)]).to_csv(
+        folder / "all_reduce.csv", index=False
+    )
+    profile = import_profile("vidur", folder)
+    assert seconds(profile, operator="ffn_up", rows=64, n=11008) == pytest.approx(0.4e-3)  # gate and up, half a model
+    decodes = profile.only(operator="attention", decodes=4)
+    assert seconds(decodes, decode_context_total=4000, decode_context_max=1000) == pytest.approx(0.06e-3)
+    assert seconds(profile, operator="attention", chunks="512:1000x4") == pytest.approx(0.32e-3)
+    assert seconds(profile, operator="all_reduce", bytes=8192) == pytest.approx(0.07e-3)
+
+
+TRUTH = DATA.parent / "groundtruth"
+
+
+@needs_data
+def test_splitwise_repeats_tell_the_noise_and_distserve_fits_become_iterations() -> None:
+    splitwise = import_profile("splitwise", TRUTH / "splitwise_a100_repeats.csv", model="llama2-70b", tensor_parallel=2)
+    prompt = splitwise.only(chunks="512:0", repeats=5).table
+    assert len(prompt)
+    assert prompt["median_s"].between(0.19, 0.2).any()
+    assert (prompt["max_s"] > prompt["min_s"]).all()
+    fits = import_profile(
+        "distserve", TRUTH / "distserve_profile_fits.csv", system="vLLM 0.2.3-based", tensor_parallel=1
+    )
+    ms = 22.052204789310185 + 0.14050923870128956 * 512 + 8.076584822611088e-06 * 512**2
+    assert seconds(fits.only(model="opt-13b"), chunks="512:0") == pytest.approx(ms * 1e-3)

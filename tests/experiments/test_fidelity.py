@@ -1,0 +1,85 @@
+"""Real vLLM runs against their replay: read right, errors within what is claimed, nothing fitted on the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from experiments.__main__ import build
+from experiments.errors import ExperimentError
+from experiments.fidelity import Variant, make_bench, over_time
+from experiments.vllm_run import read_vllm_run
+
+DATA = Path(__file__).parents[3] / "shared/data"
+RUN = DATA / "traces/vllm_runs/RTXPRO6000/Llama-3.1-8B"
+PRESSED = DATA / "traces/vllm_runs/RTX4090/Llama-3.1-8B"
+needs_data = pytest.mark.skipif(not RUN.exists(), reason="real runs are not at ../shared/data/traces/vllm_runs")
+
+
+@needs_data
+def test_a_run_brings_the_settings_of_its_engine() -> None:
+    pressed = read_vllm_run(PRESSED)
+    settings = pressed.settings()
+    assert settings["num_blocks"] == 2587  # one of 2588 is the null block
+    assert (settings["max_num_seqs"], settings["token_budget"], settings["max_model_len"]) == (256, 2048, 32768)
+    assert settings["prefix_caching"]
+    assert settings["async_scheduling"]
+    assert settings["free_order"] == "0.19"
+    assert read_vllm_run(RUN).largest_graph == 256  # not recorded: twice max_num_seqs
+    assert pressed.largest_graph == 512
+    first = pressed.requests.iloc[0]
+    assert pressed.latencies["ttft"][0] == pytest.approx(first["first_s"] - first["queued_s"])
+
+
+@needs_data
+def test_the_log_of_the_pressed_run_shows_that_prompts_share_blocks() -> None:
+    second, blocks = read_vllm_run(PRESSED).overcommitted()
+    assert 20 <= second <= 90
+    assert 30 <= blocks <= 90
+    assert read_vllm_run(RUN).overcommitted() == (0.0, 0)
+
+
+@needs_data
+def test_a_replay_meets_its_aims_on_a_run_that_it_never_saw() -> None:
+    result = make_bench(RUN, profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B").replay()
+    errors = result.errors
+    assert abs(errors["tpot"]["mean"]) < 0.01
+    assert abs(errors["tpot"]["p50"]) < 0.015
+    assert max(abs(errors["e2e"][name]) for name in ("mean", "p50")) < 0.02
+    assert abs(errors["ttft"]["mean"]) < 0.05
+    columns = over_time(result)
+    assert np.abs(columns["running_simulated"] - columns["running_measured"]).mean() < 4
+    assert result.costs["calibrated"]
+    assert "perturbed" not in result.costs
+
+
+@needs_data
+def test_the_ablation_switches_one_effect_at_a_time() -> None:
+    bench = make_bench(RUN, profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B")
+    equal = bench.replay(Variant("equal", {"uneven_contexts": False}))
+    assert equal.errors["tpot"]["mean"] < bench.replay().errors["tpot"]["mean"] - 0.02
+
+
+@needs_data
+def test_the_command_takes_any_folder_of_the_form_and_prints_json(tmp_path: Path) -> None:
+    folder = tmp_path / "RTXPRO6000/mine"
+    shutil.copytree(RUN, folder)
+    lines = (folder / "requests.jsonl").read_text().splitlines()[:20]
+    (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
+    chosen = ["fidelity", "--run", str(folder), "--model", "llama-3.1-8b", "--tp", "1", "--no-ablation", "--json"]
+    shown = CliRunner().invoke(build(), [*chosen, "--out", str(tmp_path / "out")])
+    assert shown.exit_code == 0, shown.output
+    report = json.loads(shown.stdout)
+    assert report["costs"].startswith("shipped fit of rtxpro6000")
+    assert set(report["errors"]["tpot"]) == {"mean", "p50", "p90", "p95", "p99"}
+    assert (tmp_path / "out/RTXPRO6000/mine/over_time.csv").exists()
+
+
+def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ExperimentError, match=r"meta.json: no such file; a run has requests.jsonl"):
+        read_vllm_run(tmp_path)

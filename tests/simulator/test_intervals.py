@@ -1,0 +1,52 @@
+"""Intervals over draws of the cost model's own error: where they come from is told, and by hand they are right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.intervals import predict_intervals
+from tests.simulator.constant_cost import ConstantCost, trace_of
+
+TRACE = trace_of([(0.2 * i, 300, 10) for i in range(30)])
+
+
+@dataclass
+class UnsureCost(ConstantCost):
+    """Off by up to 10 % either way, evenly."""
+
+    def perturbed(self, seed: int) -> ConstantCost:
+        factor = 0.9 + 0.2 * np.random.default_rng(seed).random()
+        return replace(self, device_ns=round(self.device_ns * factor))
+
+
+def test_the_interval_is_that_of_the_drawn_costs(monkeypatch):
+    """An empty engine's gap between tokens is the iteration: its 90 % interval is that of the factor, 0.91 to 1.09."""
+    cost = UnsureCost(device_ns=10_000_000)
+    import simulator.intervals as intervals
+
+    def engine(config, trace):
+        return type("Engine", (), {"cost": cost})
+
+    monkeypatch.setattr(intervals, "make_engine", engine)
+    found = predict_intervals(TRACE, ReplayConfig(num_blocks=1000), 60)["tbt_s_p50"]
+    assert found.value == 0.01
+    assert found.low == pytest.approx(0.0091, abs=0.0003)
+    assert found.high == pytest.approx(0.0109, abs=0.0003)
+
+
+def test_a_shipped_fit_gives_intervals_and_the_same_ones_again():
+    config = ReplayConfig(gpu="h100", cost_model="auto")
+    one, two = (predict_intervals(TRACE, config, 5) for _ in range(2))
+    assert one == two
+    assert one["e2e_s_mean"].low < one["e2e_s_mean"].value < one["e2e_s_mean"].high
+    assert one["requests"].low == one["requests"].high == 30
+
+
+def test_a_cost_model_that_was_not_measured_has_no_interval():
+    with pytest.raises(SimulationError, match="roofline"):
+        predict_intervals(TRACE, ReplayConfig(cost_model="roofline"), 5)
