@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -231,22 +231,27 @@ class Replica:
         """The plain `_run` for one stage and one batch at a time, unrolled into one loop: its hot path.
 
         With one batch at a time whatever was in flight is over when the next one is planned, so host and stage are
-        free and times follow each other. The tests hold it against the plain path.
+        free and times follow each other. Nobody looks at the clock meanwhile: it is moved for those alone who may. The
+        tests hold it against the plain path.
         """
         scheduler = self.scheduler
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
-        now = ahead.now
+        plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
+        now, horizon = ahead.now, ahead.peek()
         while True:
-            batch = scheduler.plan(now)
+            batch = plan(now)
             if batch is None:
+                ahead.moved_to(now)
                 if not self._idle(now):
                     return
+                horizon = ahead.peek()
                 continue
             shape = batch.shape
             chunks = batch.chunks
-            before, after, device, inside = self._iteration_ns(shape)
+            before, after, device, inside = iteration_ns(shape)
             quiet = 0 if chunks else scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
+                ahead.moved_to(now)
                 self._launch_leap(batch, quiet, before, after)
                 if not self._flights:
                     return
@@ -257,19 +262,23 @@ class Replica:
                 start = now + before
                 end = start + device + after
                 running, waits, free_blocks = queues.num_running, len(waiting), ledger.free_blocks
-            if not ahead.moved_to(end):
+            if end >= horizon:
+                ahead.moved_to(now)
                 self._free_ns[0] = end - after
                 self._last_end_ns = end
                 self._flights.append((batch, start, end, before, after, device, (), running, waits, free_blocks))
                 self._complete_at(end)
                 return
             now = end
-            finished = scheduler.deliver(batch, end)
+            finished = deliver(batch, end)
             self.busy_ns += device
             self._record(batch, start, end, before, after, device, (), running, waits, free_blocks, inside)
             if finished:
+                # Whoever hears of an end may look at the clock, or have something happen soon.
+                ahead.moved_to(now)
                 for track in finished:
                     self._end(track)
+                horizon = ahead.peek()
             if scheduler.retired:
                 self._record_retired()
 
@@ -392,16 +401,12 @@ class Replica:
         free_blocks = scheduler.ledger.free_blocks
         if done:
             shape, first_number = batch.shape, batch.number
-            cohort, first_step, size, _, _ = batch.grown[0]
-            last_shape = shape._replace(
-                decode_context_total=shape.decode_context_total + (done - 1) * size,
-                decode_context_max=shape.decode_context_max + done - 1,
-            )
-            inside: Any = self._inside(shape)
-            if inside != self._inside(last_shape):
-                inside = self._inside_each(batch, done)
+            cohort, first_step, _, _, _ = batch.grown[0]
             crossed = ends[:done]
             taken = scheduler.leap(batch, crossed)
+            inside: Any = self._inside(shape)
+            if inside != self._inside(batch.shape):
+                inside = self._inside_each(shape, done)
             free_each = list(accumulate(taken, sub, initial=free_blocks))
             free_blocks = free_each.pop()
             self.recorder.back_to_back(
@@ -418,8 +423,7 @@ class Replica:
             (batch, start, end, before, after, end - after - start, (), running, waiting, free_blocks)
         )
 
-    def _inside_each(self, batch: Batch, steps: int) -> list[bool]:
-        shape = batch.shape
+    def _inside_each(self, shape: BatchShape, steps: int) -> list[bool]:
         return [
             self._inside(
                 shape._replace(
