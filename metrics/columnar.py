@@ -16,47 +16,49 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from metrics.columns import ITERATIONS, NESTED, schema, to_seconds
-from metrics.events import COUNTS, NUMBERS, Leaps, Plain, RequestEvent
+from metrics.events import CHUNK_FIELDS, COUNTS, NUMBERS, ROW_LENGTH, Leaps, Plain, RequestEvent
 from policies.request import Ns
 
 Ints = NDArray[np.int64]
 
 
 def iteration_tables(
-    plain: Plain, leap_numbers: Sequence[int], leaps: Sequence[tuple[Any, ...]]
+    plain: Plain, leap_rows: Sequence[bytes], leaps: Sequence[tuple[Any, ...]]
 ) -> tuple[pa.Table, pa.Table]:
     """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded.
 
-    leap_numbers: NUMBERS of every leap's first iteration, one after the other; leaps: the entries of Leaps for each.
+    leap_rows: `pack_leap` of every leap's first iteration; leaps: the entries of Leaps for each.
     """
-    matrix = _matrix(plain.numbers, len(NUMBERS) + len(COUNTS))
+    matrix = _unpacked(plain.rows, ROW_LENGTH)
     counts = dict(zip(COUNTS, matrix[len(NUMBERS) :]))
     leapt = Leaps(*zip(*leaps)) if leaps else None
-    plain_rows, leap_rows, total = _interleaved(matrix.shape[1], leapt)
+    plain_at, leap_at, total = _interleaved(matrix.shape[1], leapt)
     columns = _empty_columns(total)
     lens = {name: np.zeros(total, dtype=np.int64) for name in COUNTS}
     lens["stages"][:] = 1
     for name, values in zip(NUMBERS, matrix):
-        columns[name][plain_rows] = values
+        columns[name][plain_at] = values
     for name in COUNTS:
-        lens[name][plain_rows] = np.maximum(counts[name], lens[name][plain_rows])
+        lens[name][plain_at] = np.maximum(counts[name], lens[name][plain_at])
     for at, wall_s, cpu_s in plain.measured:
-        columns["wall_s"][plain_rows[at]] = wall_s
-        columns["cpu_s"][plain_rows[at]] = cpu_s
-    chunks = _matrix(plain.chunks, len(NESTED["chunks"]))
-    columns["chunk_tokens"][plain_rows] = _sums(chunks[1], counts["chunks"])
+        columns["wall_s"][plain_at[at]] = wall_s
+        columns["cpu_s"][plain_at[at]] = cpu_s
+    firsts = matrix[len(NUMBERS) + len(COUNTS) :]
+    chunks = _with_firsts(firsts[:CHUNK_FIELDS], counts["chunks"], plain.chunks)
+    cohorts = _with_firsts(firsts[CHUNK_FIELDS:], counts["cohorts"], plain.cohorts)
+    columns["chunk_tokens"][plain_at] = _sums(chunks[1], counts["chunks"])
     columns["num_chunks"] = lens["chunks"]
     if leapt is not None:
-        _fill_leaps(columns, leap_numbers, leapt, leap_rows)
-        lens["cohorts"][leap_rows] = 1
+        _fill_leaps(columns, _unpacked(leap_rows, len(NUMBERS)), leapt, leap_at)
+        lens["cohorts"][leap_at] = 1
         num_stages = _ints([1 if stages is None else stages.shape[1] for stages in leapt.stages_ns])
-        lens["stages"][leap_rows] = np.repeat(num_stages, leapt.steps)
+        lens["stages"][leap_at] = np.repeat(num_stages, leapt.steps)
     nested = {
         "chunks": _list_array("chunks", lens["chunks"], chunks),
-        "cohorts": _cohort_lists(columns, lens["cohorts"], plain.cohorts, plain_rows, leapt, leap_rows),
+        "cohorts": _cohort_lists(columns, lens["cohorts"], cohorts, plain_at, leapt, leap_at),
     }
-    given = plain_rows[counts["stages"] > 0]
-    stages = _stage_table(columns, lens["stages"], plain.stages, given, leapt, leap_rows)
+    given = plain_at[counts["stages"] > 0]
+    stages = _stage_table(columns, lens["stages"], plain.stages, given, leapt, leap_at)
     return _iteration_table(columns, nested), stages
 
 
@@ -150,10 +152,10 @@ def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
     return columns
 
 
-def _fill_leaps(columns: dict[str, NDArray[Any]], numbers: Sequence[int], leaps: Leaps, rows: Ints) -> None:
+def _fill_leaps(columns: dict[str, NDArray[Any]], numbers: Ints, leaps: Leaps, rows: Ints) -> None:
     steps = _ints(leaps.steps)
     elapsed = _counts_up(steps)
-    first = dict(zip(NUMBERS, np.repeat(_matrix(numbers, len(NUMBERS)), steps, axis=1)))
+    first = dict(zip(NUMBERS, np.repeat(numbers, steps, axis=1)))
     ends = _joined(leaps.ends_ns)
     before, after = first["host_before_s"], first["host_after_s"]
     follows = np.concatenate([first["planned_s"][:1], ends[:-1]])
@@ -208,14 +210,14 @@ def _joined(sequences: Sequence[Any]) -> Ints:
 def _cohort_lists(
     columns: dict[str, NDArray[Any]],
     lens: Ints,
-    plain: Sequence[int],
+    plain: Ints,
     plain_rows: Ints,
     leaps: Leaps | None,
     leap_rows: Ints,
 ) -> pa.Array:
     flat = np.zeros((len(NESTED["cohorts"]), int(lens.sum())), dtype=np.int64)
     starts = np.cumsum(lens) - lens
-    flat[:, _flat_positions(starts, lens, plain_rows)] = _matrix(plain, len(NESTED["cohorts"]))
+    flat[:, _flat_positions(starts, lens, plain_rows)] = plain
     if leaps is not None:
         at, steps = starts[leap_rows], _ints(leaps.steps)
         flat[0][at] = np.repeat(_ints(leaps.cohort), steps)
@@ -324,6 +326,24 @@ def _lengths(sequences: Sequence[Any]) -> Ints:
 
 def _ints(values: Sequence[Any]) -> Ints:
     return np.array(values, dtype=np.int64)
+
+
+def _unpacked(rows: Sequence[bytes], width: int) -> Ints:
+    """Rows of `width` packed numbers as [width, rows]."""
+    return np.frombuffer(b"".join(rows), dtype=np.int64).reshape(-1, width).T
+
+
+def _with_firsts(firsts: Ints, lens: Ints, others: Sequence[int]) -> Ints:
+    """All entries of a list column as [fields, entries]: each row's first one, and the others of those with more."""
+    has = lens > 0
+    starts = (np.cumsum(lens) - lens)[has]
+    flat = np.empty((len(firsts), int(lens.sum())), dtype=np.int64)
+    flat[:, starts] = firsts[:, has]
+    if others:
+        rest = np.ones(flat.shape[1], dtype=np.bool_)
+        rest[starts] = False
+        flat[:, rest] = _matrix(others, len(firsts))
+    return flat
 
 
 def _matrix(values: Sequence[int], width: int) -> Ints:

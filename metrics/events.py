@@ -1,12 +1,12 @@
-"""What a recorder buffers while a run is going on: flat numbers, laid out so that columns come out of them at once.
+"""What a recorder buffers while a run is going on: plain numbers, laid out so that columns come out of them at once.
 
-Numbers alone give the garbage collector nothing to look at, and one long list is turned into an array many times
-faster than many short tuples.
+They give the garbage collector nothing to look at, and packed rows become one array without a look at any number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from policies.request import Ns, Request
@@ -25,18 +25,32 @@ NUMBERS = (
 """The columns of iterations.parquet that a recorder keeps as flat numbers, in its order; times in nanoseconds."""
 
 COUNTS = ("chunks", "cohorts", "stages")
-"""What follows NUMBERS in the row of a plain iteration: how many entries it has in each list of `Plain`."""
+"""What follows NUMBERS in the row of a plain iteration: how many of each it has."""
+
+CHUNK_FIELDS, COHORT_FIELDS, STAGE_FIELDS = 4, 3, 3
+"""Numbers of a chunk (request, tokens, prefix, samples), a cohort (cohort, step, size), a stage (start, end, send)."""
+
+ROW_LENGTH = len(NUMBERS) + len(COUNTS) + CHUNK_FIELDS + COHORT_FIELDS
+
+pack_row = Struct(f"{ROW_LENGTH}q").pack
+"""The row of a plain iteration as bytes: NUMBERS, COUNTS, and its first chunk and cohort (zeros where it has none).
+
+One small bytes object a row: thirty integers of their own would fill a processor's cache with a few thousand rows.
+"""
+
+pack_leap = Struct(f"{len(NUMBERS)}q").pack
+"""NUMBERS of a leap's first iteration as bytes (0 where each step has its own)."""
 
 
 class Plain(NamedTuple):
-    """Plain iterations as a recorder buffers them: flat numbers only.
+    """Plain iterations as a recorder buffers them.
 
-    numbers: NUMBERS and COUNTS of every iteration, one after the other. chunks: request, tokens, prefix, samples of
-    every chunk; cohorts: cohort, step, size of every cohort; stages: start, end, send of every stage given.
-    measured: (position in the buffer, wall_s, cpu_s) of iterations that were timed.
+    rows: of `pack_row`. chunks, cohorts: the fields of whatever does not fit there, from the second of each on, as flat
+    numbers; stages: those of every stage given. measured: (position in the buffer, wall_s, cpu_s) of iterations that
+    were timed.
     """
 
-    numbers: list[int]
+    rows: list[bytes]
     chunks: list[int]
     cohorts: list[int]
     stages: list[Ns]
@@ -48,7 +62,7 @@ class Plain(NamedTuple):
 
 
 class Leaps(NamedTuple):
-    """What a recorder keeps of one leap beside its first iteration's numbers (0 where each step has its own).
+    """What a recorder keeps of one leap beside its first iteration's numbers.
 
     after: plain iterations buffered before it. Sequences have one entry per step; a single number holds for all.
     starts_ns, device_ns: None where steps follow each other without a gap on one stage: each is planned when the one

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import STATUSES, MetricsError
-from metrics.events import Plain
+from metrics.events import CHUNK_FIELDS, COHORT_FIELDS, Plain, pack_leap, pack_row
 from policies.batch import BatchShape
 from policies.request import Ns, Request
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from metrics.tables import RunTables
 
 _NAN = math.nan
+_NO_CHUNK, _NO_COHORT = (0,) * CHUNK_FIELDS, (0,) * COHORT_FIELDS
 
 
 class Recorder:
@@ -43,10 +44,9 @@ class Recorder:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self._part_rows = part_rows
         self._plain = Plain([], [], [], [], [])
-        self._extend_numbers, self._extend_chunks = self._plain.numbers.extend, self._plain.chunks.extend
-        self._extend_cohorts, self._extend_stages = self._plain.cohorts.extend, self._plain.stages.extend
+        self._append_row, self._extend_stages = self._plain.rows.append, self._plain.stages.extend
         self._rows = 0
-        self._leap_numbers: list[int] = []
+        self._leap_rows: list[bytes] = []
         self._leaps: list[tuple[Any, ...]] = []
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
@@ -89,27 +89,30 @@ class Recorder:
         if wall_s == wall_s or cpu_s == cpu_s:
             self._plain.measured.append((self._rows, wall_s, cpu_s))
         self.row(
-            (
+            pack_row(
                 replica, number, planned_ns, start_ns, end_ns, decodes, context_total, context_max, dummy_tokens,
                 sampled, executed_rows, preempted, running, waiting, free_blocks, cached_tokens, host_before_ns,
                 host_after_ns, device_ns, inside, len(chunks), len(cohorts), len(stages),
+                *(chunks[0] if chunks else _NO_CHUNK), *(cohorts[0] if cohorts else _NO_COHORT),
             ),
-            [field for chunk in chunks for field in chunk],
-            [field for cohort in cohorts for field in cohort],
+            [field for chunk in chunks[1:] for field in chunk],
+            [field for cohort in cohorts[1:] for field in cohort],
             [time for stage in stages for time in stage],
         )  # fmt: skip
 
     def row(
-        self, numbers: Sequence[int], chunks: Sequence[int], cohorts: Sequence[int], stages: Sequence[Ns] = ()
+        self, row: bytes, chunks: Sequence[int] = (), cohorts: Sequence[int] = (), stages: Sequence[Ns] = ()
     ) -> None:
-        """`iteration` as plain numbers, for whoever records a million of them: nothing is checked or named.
+        """`iteration` for whoever records a million of them: nothing is checked or named.
 
-        numbers: `metrics.events.NUMBERS`, then how many chunks, cohorts and stages there are. chunks, cohorts, stages:
-        the fields of each of them, one after the other.
+        row: `metrics.events.pack_row` of it. chunks, cohorts: the fields of further ones than the first, one after the
+        other; stages: those of all stages.
         """
-        self._extend_numbers(numbers)
-        self._extend_chunks(chunks)
-        self._extend_cohorts(cohorts)
+        self._append_row(row)
+        if chunks:
+            self._plain.chunks.extend(chunks)
+        if cohorts:
+            self._plain.cohorts.extend(cohorts)
         if stages:
             self._extend_stages(stages)
         self._rows += 1
@@ -194,8 +197,8 @@ class Recorder:
         no_chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
         if no_chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
-        self._leap_numbers.extend(
-            (
+        self._leap_rows.append(
+            pack_leap(
                 replica, first_number, planned_ns, 0, 0, decodes, context_total, context_max, dummy_tokens, sampled,
                 executed_rows, 0, running, waiting, 0, 0, host_before_ns, host_after_ns, 0, 0,
             )
@@ -269,9 +272,9 @@ class Recorder:
 
         if not self._rows and not self._leaps:
             return
-        iterations, stages = iteration_tables(self._plain, self._leap_numbers, self._leaps)
+        iterations, stages = iteration_tables(self._plain, self._leap_rows, self._leaps)
         self._plain.clear()
-        self._leap_numbers.clear()
+        self._leap_rows.clear()
         self._leaps.clear()
         self._rows = self._leapt = 0
         self._sink.write("iterations", iterations)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,14 +39,12 @@ def ends_until(
     else:
         start, step, slope, offset, rest = line
         if steps < WORTH_AN_ARRAY:
-            ends = []
-            end = now_ns
             rest += host_ns
-            for grown in range(start, start + steps * step, step):
-                end += int(grown * slope + offset) + rest
-                ends.append(end)
-                if end >= horizon_ns:
-                    break
+            grown = range(start, start + steps * step, step)
+            ends = list(accumulate([int(kv * slope + offset) + rest for kv in grown], initial=now_ns))
+            del ends[0]
+            if steps > 1 and ends[-2] >= horizon_ns:
+                del ends[bisect_left(ends, horizon_ns) + 1 :]
             return ends
         device = (np.arange(start, start + steps * step, step) * slope + offset).astype(np.int64) + rest
     ends = (np.cumsum(device + host_ns) + now_ns).tolist()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from simpy import Environment, Event
 
 from metrics import Recorder
+from metrics.events import pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from simulator.clock import VirtualTime
 from simulator.leaping import ends_until
@@ -73,6 +74,7 @@ class Replica:
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
+        self._row = recorder.row
         self._repeat_terms = getattr(cost, "repeat_terms", None)
         self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
         self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
@@ -229,22 +231,27 @@ class Replica:
         """The plain `_run` for one stage and one batch at a time, unrolled into one loop: its hot path.
 
         With one batch at a time whatever was in flight is over when the next one is planned, so host and stage are
-        free and times follow each other. The tests hold it against the plain path.
+        free and times follow each other. Nobody looks at the clock meanwhile: it is moved for those alone who may. The
+        tests hold it against the plain path.
         """
-        scheduler, replica, row = self.scheduler, self.number, self.recorder.row
+        scheduler = self.scheduler
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
-        now = ahead.now
+        plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
+        now, horizon = ahead.now, ahead.peek()
         while True:
-            batch = scheduler.plan(now)
+            batch = plan(now)
             if batch is None:
+                ahead.moved_to(now)
                 if not self._idle(now):
                     return
+                horizon = ahead.peek()
                 continue
             shape = batch.shape
             chunks = batch.chunks
-            before, after, device, inside = self._iteration_ns(shape)
+            before, after, device, inside = iteration_ns(shape)
             quiet = 0 if chunks else scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
+                ahead.moved_to(now)
                 self._launch_leap(batch, quiet, before, after)
                 if not self._flights:
                     return
@@ -255,38 +262,23 @@ class Replica:
                 start = now + before
                 end = start + device + after
                 running, waits, free_blocks = queues.num_running, len(waiting), ledger.free_blocks
-            if not ahead.moved_to(end):
+            if end >= horizon:
+                ahead.moved_to(now)
                 self._free_ns[0] = end - after
                 self._last_end_ns = end
                 self._flights.append((batch, start, end, before, after, device, (), running, waits, free_blocks))
                 self._complete_at(end)
                 return
             now = end
-            finished = scheduler.deliver(batch, end)
+            finished = deliver(batch, end)
             self.busy_ns += device
-            if len(chunks) == 1:
-                track, tokens, prefix, samples = chunks[0]
-                members: Sequence[int] = (track.request.id, tokens, prefix, samples)
-            else:
-                members = [
-                    field for chunk in chunks for field in (chunk[0].request.id, chunk[1], chunk[2], chunk[3])
-                ]
-            cohorts = []
-            for cohort, step, size, _, _ in batch.grown:
-                if size:
-                    cohorts += (cohort.number, step, size)
-            _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
-            row(
-                (
-                    replica, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
-                    dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waits, free_blocks,
-                    batch.cached_tokens, before, after, device, inside, len(chunks), len(cohorts) // 3, 0,
-                ),
-                members, cohorts,
-            )  # fmt: skip
+            self._record(batch, start, end, before, after, device, (), running, waits, free_blocks, inside)
             if finished:
+                # Whoever hears of an end may look at the clock, or have something happen soon.
+                ahead.moved_to(now)
                 for track in finished:
                     self._end(track)
+                horizon = ahead.peek()
             if scheduler.retired:
                 self._record_retired()
 
@@ -409,16 +401,12 @@ class Replica:
         free_blocks = scheduler.ledger.free_blocks
         if done:
             shape, first_number = batch.shape, batch.number
-            cohort, first_step, size, _, _ = batch.grown[0]
-            last_shape = shape._replace(
-                decode_context_total=shape.decode_context_total + (done - 1) * size,
-                decode_context_max=shape.decode_context_max + done - 1,
-            )
-            inside: Any = self._inside(shape)
-            if inside != self._inside(last_shape):
-                inside = self._inside_each(batch, done)
+            cohort, first_step, _, _, _ = batch.grown[0]
             crossed = ends[:done]
             taken = scheduler.leap(batch, crossed)
+            inside: Any = self._inside(shape)
+            if inside != self._inside(batch.shape):
+                inside = self._inside_each(shape, done)
             free_each = list(accumulate(taken, sub, initial=free_blocks))
             free_blocks = free_each.pop()
             self.recorder.back_to_back(
@@ -435,8 +423,7 @@ class Replica:
             (batch, start, end, before, after, end - after - start, (), running, waiting, free_blocks)
         )
 
-    def _inside_each(self, batch: Batch, steps: int) -> list[bool]:
-        shape = batch.shape
+    def _inside_each(self, shape: BatchShape, steps: int) -> list[bool]:
         return [
             self._inside(
                 shape._replace(
@@ -466,27 +453,58 @@ class Replica:
         scheduler = self.scheduler
         finished = scheduler.deliver(batch, end)
         self.busy_ns += device
-        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape = batch.shape
-        chunks: list[int] = []
-        for track, tokens, prefix, samples in batch.chunks:
-            chunks += (track.request.id, tokens, prefix, samples)
-        cohorts: list[int] = []
-        for cohort, step, size, _, _ in batch.grown:
-            if size:
-                cohorts += (cohort.number, step, size)
-        self.recorder.row(
-            (
-                self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
-                dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
-                batch.cached_tokens, before, after, device, self._inside(shape), len(batch.chunks),
-                len(cohorts) // 3, len(stages),
-            ),
-            chunks, cohorts, [time for stage in stages for time in stage],
-        )  # fmt: skip
+        inside = self._inside(batch.shape)
+        self._record(batch, start, end, before, after, device, stages, running, waiting, free_blocks, inside)
         for track in finished:
             self._end(track)
         if scheduler.retired:
             self._record_retired()
+
+    def _record(
+        self,
+        batch: Batch,
+        start: Ns,
+        end: Ns,
+        before: Ns,
+        after: Ns,
+        device: Ns,
+        stages: tuple[tuple[Ns, Ns, Ns], ...],
+        running: int,
+        waiting: int,
+        free_blocks: int,
+        inside: bool,
+    ) -> None:
+        """`Recorder.iteration` in numbers alone."""
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = batch.shape
+        chunks = batch.chunks
+        num_chunks = len(chunks)
+        request = tokens = prefix = num_cohorts = number = step = size = 0
+        samples = False
+        more_chunks: list[int] = []
+        more_cohorts: list[int] = []
+        if num_chunks:
+            track, tokens, prefix, samples = chunks[0]
+            request = track.request.id
+            if num_chunks > 1:
+                for track, *fields in chunks[1:]:
+                    more_chunks += (track.request.id, *fields)
+        for cohort, at, members, _, _ in batch.grown:
+            # A cohort that begins with this batch has decoded nobody in it.
+            if members:
+                if num_cohorts:
+                    more_cohorts += (cohort.number, at, members)
+                else:
+                    number, step, size = cohort.number, at, members
+                num_cohorts += 1
+        self._row(
+            pack_row(
+                self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
+                dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
+                batch.cached_tokens, before, after, device, inside, num_chunks, num_cohorts, len(stages),
+                request, tokens, prefix, samples, number, step, size,
+            ),
+            more_chunks, more_cohorts, [time for stage in stages for time in stage] if stages else (),
+        )  # fmt: skip
 
     def _record_retired(self) -> None:
         for cohort in self.scheduler.take_retired():
