@@ -15,7 +15,7 @@ from experiments.errors import ExperimentError
 from experiments.live_side import PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
 from experiments.other_runs import OtherRun, read_other_run
-from experiments.validate_compare import STATISTICS, Comparison, Iterations, compare
+from experiments.validate_compare import Comparison, Iterations, compare
 from experiments.validate_report import statistics_table
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _compare(
     draws = []
     if isinstance(cost, IterationModel):
         draws = [replay(trace, config, cost=cost.perturbed(seed)).summary for seed in range(ENSEMBLE)]
-    rows = compare(policy, float("nan"), simulated, draws, simulated, live, STATISTICS)
+    rows = compare(policy, float("nan"), simulated, draws, simulated, live)
     return [replace(row, rescaled=float("nan")) for row in rows]
 
 

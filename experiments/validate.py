@@ -260,19 +260,23 @@ class Validation:
                 predicted = read_run(folder)
                 draws = read_json(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
                 rescaled = self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary
-                runs = []
+                runs, at_live_speed = [], []
                 for repeat in range(self.settings.repeats):
                     run = read_run(self._live_folder(repeat, load, policy))
                     name = f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
+                    own = type(model)(model.fit, speed=residuals[-1].slowness)
+                    at_live_speed.append(self._simulate(trace, policy, own).summary)
                     result.lost += len(trace) - run.rows("requests")
                     for status in run.column("requests", "status").tolist():
                         result.ends[status] = result.ends.get(status, 0) + 1
                     runs.append(run)
                 summaries = [run.summary or summarise(run) for run in runs]
-                result.comparisons += compare(policy.label, load, predicted.summary, draws, rescaled, summaries)
+                result.comparisons += compare(
+                    policy.label, load, predicted.summary, draws, rescaled, summaries, at_live_speed
+                )
                 result.simulated[load, policy.label], result.live[load, policy.label] = predicted, runs
         result.iterations = Iterations.joined(residuals)
         result.rankings = rank(result.comparisons)

@@ -37,7 +37,9 @@ WITHIN_AIM, WITHIN_SPREAD, OUTSIDE = "within aim", "within spread", "outside"
 class Comparison:
     """One statistic of one policy at one load. low, high: the prediction's interval, from an ensemble of cost models.
     live: mean of the repeats; live_low, live_high: their range. rescaled: the prediction at the speed that the drift
-    probes found while the live runs were going on."""
+    probes found while the live runs were going on. at_live_speed: the error that is left, on average over the repeats,
+    when each is predicted at the speed that its own iterations had: no prediction any more, but it tells a wrong level
+    of the costs from everything else."""
 
     policy: str
     load: float
@@ -49,6 +51,7 @@ class Comparison:
     live_low: float
     live_high: float
     rescaled: float
+    at_live_speed: float
     repeats: int
     aim: float | None
 
@@ -87,9 +90,10 @@ def compare(
     ensemble: Sequence[Summary],
     rescaled: Summary,
     live: Sequence[Summary],
+    at_live_speed: Sequence[Summary] = (),
     statistics: Sequence[str] = STATISTICS,
 ) -> list[Comparison]:
-    """Every statistic that both worlds have."""
+    """Every statistic that both worlds have. at_live_speed: one simulated summary per live one, or none."""
     found = []
     for statistic in statistics:
         values = [float(run[statistic]) for run in live if _number(run.get(statistic))]
@@ -100,10 +104,16 @@ def compare(
         aim = AIMS.get(statistic)
         if statistic == "ttft_s_mean" and load > TTFT_UP_TO + 1e-9:
             aim = None
+        left = [
+            float(one[statistic]) / float(run[statistic]) - 1
+            for one, run in zip(at_live_speed, live)
+            if _number(run.get(statistic)) and run[statistic]
+        ]
         found.append(
             Comparison(
                 policy, load, statistic, float(simulated[statistic]), float(low), float(high), float(np.mean(values)),
-                min(values), max(values), float(rescaled[statistic]), len(values), aim,
+                min(values), max(values), float(rescaled[statistic]), float(np.mean(left)) if left else float("nan"),
+                len(values), aim,
             )
         )  # fmt: skip
     return found
@@ -183,6 +193,11 @@ class Iterations:
     def joined(cls, parts: Sequence[Iterations]) -> Iterations:
         names = ("predicted_s", "measured_s", "cpu_s", "prefill_tokens", "decodes", "inside")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    @property
+    def slowness(self) -> float:
+        """Time that all iterations took over what was predicted for them."""
+        return float(self.measured_s.sum() / self.predicted_s.sum())
 
     def groups(self) -> list[dict[str, Any]]:
         """Residuals by kind of batch and size; share: of the time that all iterations took."""

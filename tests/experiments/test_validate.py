@@ -115,7 +115,9 @@ def test_a_scheduler_that_plans_otherwise_is_told_by_its_first_batch() -> None:
 
 def row(policy: str, simulated: float, live: tuple[float, float, float], aim: float | None = 0.03) -> Comparison:
     low, middle, high = live
-    return Comparison(policy, 0.6, "tpot_s_mean", simulated, simulated, simulated, middle, low, high, simulated, 3, aim)
+    return Comparison(
+        policy, 0.6, "tpot_s_mean", simulated, simulated, simulated, middle, low, high, simulated, 0.0, 3, aim
+    )
 
 
 def test_a_verdict_is_the_aim_or_the_spread_whichever_is_larger() -> None:
