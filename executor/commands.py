@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
+from policies.input_file import read_json, read_toml
 
 app = typer.Typer(
     name="executor",
@@ -352,13 +352,7 @@ def _config_file(path: Path) -> dict[str, Any]:
     """The values of a TOML config, or of the `live` part of a live run's config.json."""
     if path.is_dir():
         path = path / "config.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExecutorError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
-    except ValueError as error:
-        raise ExecutorError(f"{path}: {error}") from None
+    values = (read_json if path.suffix == ".json" else read_toml)(path, ExecutorError)
     values = values.get("live", values) if isinstance(values, Mapping) else values
     if not isinstance(values, Mapping):
         raise ExecutorError(f"{path}: found no table of settings")

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from executor.errors import ExecutorError
 from executor.weights import Weights, assemble, check_executable
+from policies.input_file import checked_file
 from profiler.model_spec import ModelSpec
 
 Floats = NDArray[np.float32]
@@ -75,8 +76,10 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with checked_file(path, ExecutorError, 1 << 50).open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ExecutorError:
+            raise
         except (OSError, ValueError) as error:
             raise ExecutorError(f"{path}: cannot be read: {error}") from None
         self._at = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.sweep_command import WorkersOption
+from policies.output_file import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,8 +92,7 @@ def claims(
         "claim", chosen, {"quick": quick, "cost_model": cost_model}, "claims", workers, as_json
     )
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(out, json.dumps(results, indent=2, ensure_ascii=False) + "\n", ExperimentError)
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from policies.input_file import read_json
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -151,14 +152,9 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MetricsError(f"{file}: found nothing, expected the file of a run folder") from None
-    except OSError as error:
-        raise MetricsError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise MetricsError(f"{file}: found broken JSON ({_line(error)})") from error
+    if not file.exists() and not file.is_symlink():
+        raise MetricsError(f"{file}: found nothing, expected the file of a run folder")
+    content = read_json(file, MetricsError)
     if not isinstance(content, dict):
         raise MetricsError(f"{file}: found a JSON {type(content).__name__}, expected an object")
     return content
