@@ -181,7 +181,7 @@ def _tensor_homes(folder: Path) -> dict[str, Path]:
         names = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
             raise ExecutorError(f"{index}: found no weight_map, expected an index of shards")
-        outside = [file for file in names.values() if not file or file != Path(file).name]
+        outside = [file for file in names.values() if file in ("", "..") or file != Path(file).name]
         if outside:
             raise ExecutorError(f"{index}: found shard {outside[0][:60]!r}, expected the name of a file beside it")
         homes = {name: folder / file for name, file in names.items()}

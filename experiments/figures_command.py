@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.sweep_command import WorkersOption
-from policies.output_file import write_text
+from policies.output_file import check_place, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +60,7 @@ def run(
     chosen = experiment_names() if names == ["all"] else list(dict.fromkeys(names))
     # The longest first, so that no core waits for another at the end.
     chosen.sort(key=lambda name: -getattr(load_experiment(name), "MINUTES", 0.0))
+    check_place(out, ExperimentError)
     more = {"out": str(out), "quick": quick, "cost_model": cost_model}
     results, failed, seconds = _run_all("experiment", chosen, more, "experiments", workers, as_json)
     if as_json:
@@ -83,6 +84,8 @@ def claims(
     from experiments.claim import claim_names
     from experiments.errors import ExperimentError
 
+    if out is not None:
+        check_place(out, ExperimentError)
     known = claim_names()
     for name in names or ():
         if name not in known:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
 from policies.input_file import read_json
+from policies.output_file import check_place
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -31,7 +32,7 @@ def write_run(
     Raises MetricsError if something that is not a run folder is in the way, or if the disk refuses.
     """
     target = Path(path)
-    _refuse_to_overwrite(target)
+    check_run_place(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
@@ -123,7 +124,10 @@ def _check_table(file: Path, name: str) -> None:
             )
 
 
-def _refuse_to_overwrite(target: Path) -> None:
+def check_run_place(path: str | Path) -> None:
+    """Raises MetricsError where a run could not be written, so that it shows before the run and not after it."""
+    target = Path(path)
+    check_place(target, MetricsError)
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():

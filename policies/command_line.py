@@ -43,6 +43,8 @@ def run_command(app: Callable[..., Any], package: str) -> NoReturn:
         code = 1
     except MemoryError:
         code = _say("out of memory; a shorter trace (--limit) or a smaller model needs less", BAD_INPUT)
+    except UnicodeEncodeError:
+        code = _say("found a name that is not UTF-8 here; set LC_ALL=C.UTF-8, or PYTHONUTF8=1", BAD_INPUT)
     except OSError as error:
         code = _say(_os_error(error), BAD_INPUT)
     except ValueError as error:

@@ -15,6 +15,22 @@ from pathlib import Path
 from policies.input_file import shown_path
 
 
+def check_place(path: str | os.PathLike[str], error: type[Exception]) -> None:
+    """Raises `error` where nothing can be written later, so that it shows before the work and not after it."""
+    place = Path(path)
+    if "\0" in str(place):
+        raise error(f"{str(place)!r}: found a name that no file can have, expected a path")
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if place != Path(path) and not place.is_dir():
+            raise error(f"{shown_path(path)}: cannot be written ({place} is not a folder)")
+        if not os.access(place, os.W_OK):
+            raise error(f"{shown_path(path)}: cannot be written (no right to write in {place})")
+    except OSError as reason:
+        raise error(f"{shown_path(path)}: cannot be written ({reason.strerror})") from None
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[Exception], *, sync: bool = False) -> Iterator[Path]:
     """A scratch file to write; it becomes `path` if the block ends well. Missing folders are made.

@@ -70,4 +70,4 @@ def assert_sound(ended: Ended) -> None:
         assert_refused(ended)
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
+needs_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
