@@ -198,7 +198,7 @@ def replay_command(
     if out is not None:
         journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
         if journal.kept is not None:
-            print(f"note: an earlier run did not come to its end; what it had finished is in {journal.kept}", file=sys.stderr)
+            print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
     with _Progress(as_json) as bar:
         run = replay_live(
             requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids,
