@@ -191,7 +191,7 @@ class GgufFile:
         _, weights, size, decode = _FORMATS[entry.type]
         count = math.prod(entry.shape)
         if count % weights:
-            raise ExecutorError(f"{self.path}: tensor {name}: found {count} weights, expected whole blocks of {weights}")
+            raise ExecutorError(f"{self.path}: tensor {name}: found {count} weights, expected blocks of {weights}")
         num_bytes, start = count // weights * size, self._data + entry.offset
         if start + num_bytes > len(self._map):
             raise ExecutorError(f"{self.path}: cut short: tensor {name} ends at byte {start + num_bytes}")

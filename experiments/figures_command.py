@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.errors import ExperimentError
 from experiments.sweep_command import WorkersOption
 from policies.output_file import check_place, write_text
 

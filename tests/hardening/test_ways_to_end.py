@@ -56,15 +56,14 @@ def test_an_old_file_survives_a_new_one_that_cannot_be_written(tmp_path: Path) -
     from policies.output_file import write_text
 
     file = write_text(tmp_path / "deep" / "folder" / "a.json", "old", RuntimeError)
-    with pytest.raises(RuntimeError, match="cannot be written"):
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        try:
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match="cannot be written"):
             write_text(file, "new" * 1000, RuntimeError)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            signal.signal(signal.SIGXFSZ, handler)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert file.read_text() == "old"
     assert [path.name for path in file.parent.iterdir()] == ["a.json"]
     for place, found in ((tmp_path / "deep", "a folder"), (Path("/dev/full"), "a pipe or device")):
