@@ -310,11 +310,10 @@ def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
     from policies import make_policy
 
     make_policy(settings.policy, settings.knobs)
-    if out is not None and out.exists():
-        from metrics import is_run_folder
+    if out is not None:
+        from metrics.run_folder import check_run_place
 
-        if not is_run_folder(out) and (not out.is_dir() or any(out.iterdir())):
-            raise ExecutorError(f"--out: {out} is there already and is not a run folder; name another one")
+        check_run_place(out)
 
 
 def _read_trace(path: Any, reading: Mapping[str, Any], seed: int) -> Any:

@@ -46,9 +46,9 @@ def run_experiment(name: str, out: str | Path, *, quick: bool = False, cost_mode
         _draw(module.draw, result, folder, name)
         for table, rows in result.tables.items():
             suffix = "" if table == name or len(result.tables) == 1 else f"-{table}"
-            write_bytes(folder / f"{name}{suffix}.csv", _csv(rows).encode())
+            write_bytes(folder / f"{name}{suffix}.csv", _csv(rows).encode(), ExperimentError)
         text = json.dumps(_plain(facts), indent=2, ensure_ascii=False) + "\n"
-        write_bytes(folder / f"{name}.json", text.encode())
+        write_bytes(folder / f"{name}.json", text.encode(), ExperimentError)
     except OSError as error:
         raise ExperimentError(f"{folder}: cannot be written: {error.strerror}") from None
     return facts
