@@ -153,13 +153,13 @@ def test_every_file_that_the_executor_reads_may_be_a_monster(tmp_path: Path, goo
 def test_shards_outside_the_model_folder_are_not_opened(tmp_path: Path, good: Path) -> None:
     pytest.importorskip("torch")
     from executor.errors import ExecutorError
-    from executor.weights import _tensor_homes
+    from executor.weights import tensor_homes
 
     for escape in ("../other/model.safetensors", "/etc/passwd", "..", "a/b.safetensors", ""):
         index = json.dumps({"weight_map": {"model.embed_tokens.weight": escape}})
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ExecutorError, match="expected the name of a file beside it"):
-            _tensor_homes(tmp_path)
+            tensor_homes(tmp_path)
 
 
 @pytest.mark.parametrize("read", [read_text, read_json, read_toml, checked_file])
