@@ -15,6 +15,7 @@ from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
 from policies.input_file import read_json, read_toml
+from policies.settings import check_value
 
 app = typer.Typer(
     name="executor",
@@ -187,7 +188,9 @@ def replay_command(
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     values = {**(_config_file(config) if config is not None else {}), **_given(ctx)}
     reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
-    knobs = {**values.pop("knobs", {}), **_extra_knobs(ctx.args)}
+    in_file = values.pop("knobs", {})
+    check_value("config: knobs", in_file, (dict,), ExecutorError)
+    knobs = {**in_file, **_extra_knobs(ctx.args)}
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from policies.settings import check_settings, listed
 from simulator.errors import SimulationError
 
 COUNTS = (
     "replicas", "tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit",
     "replicas_per_link", "plain_tokens",
 )  # fmt: skip
+MOST_REPLICAS = 100_000
 TUPLES = ("layer_split", "pools", "failures")
 
 
@@ -94,10 +96,20 @@ class ReplayConfig:
     kv_window: int = 128
 
     def __post_init__(self) -> None:
+        check_settings(self, SimulationError)
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
+        if self.replicas > MOST_REPLICAS:
+            raise SimulationError(f"--replicas: found {self.replicas:,}, expected at most {MOST_REPLICAS:,}")
+        for name in ("trouble_from", "risk"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SimulationError(f"{_flag(name)}: found {getattr(self, name):g}, expected 0 to 1")
+        for name in ("swap_gib", "swap_page_mib", "kv_store_gib", "swap_bandwidth", "max_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e18:
+                raise SimulationError(f"{_flag(name)}: found {value:g}, expected above 0 and below 1e18")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise SimulationError(f"--gpu-memory-utilization: found {share:g}, expected above 0 and at most 1")
@@ -126,7 +138,8 @@ class ReplayConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            cleaned[name] = tuple(value) if name in TUPLES and value is not None else value
+            is_list = name in TUPLES and value is not None
+            cleaned[name] = listed(_flag(name), value, SimulationError) if is_list else value
         return cls(**cleaned)
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from policies.input_file import read_json, read_toml
+from policies.settings import check_settings, check_value
 from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -190,7 +191,9 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
-    knobs = {**from_file.pop("knobs", {}), **_extra_knobs(ctx.args)}
+    in_file = from_file.pop("knobs", {})
+    check_value("config: knobs", in_file, (dict,), SimulationError)
+    knobs = {**in_file, **_extra_knobs(ctx.args)}
     if flags.pop("asynchronous", None) is not None:
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", from_file.pop("chunk_size", None))) is not None:
@@ -202,6 +205,7 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     values = {**from_file, **cluster_options.as_config(flags)}
     reading = {entry.name for entry in fields(TraceOptions)}
     trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
+    check_settings(trace_options, SimulationError)
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
 
