@@ -25,6 +25,9 @@ MAX_ROWS = 1 << 20
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
 WORTH_AN_ARRAY = 96
 
+# So many shapes are evaluated at once: their columns stay in a processor's cache.
+BLOCK = 2048
+
 
 @dataclass(frozen=True)
 class Region:
@@ -79,6 +82,7 @@ class FittedModel:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.name, self.tile = engine.name, engine.tile
+        self.layer_split = engine.layer_split
         self.stages = len(engine.layer_split)
         self._attention = engine.attention
         self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
@@ -92,7 +96,10 @@ class FittedModel:
         self._before_ns = [self._host_before_ns(count) for count in range(1025)]
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
         region = engine.region
-        self._bounds = (region.composed, region.rows, region.decodes, region.sampled, region.context)
+        self._bounds = (
+            *(region.composed, region.rows, region.decodes, region.sampled, region.context),
+            *(region.tokens, region.prefix, engine.layer_split[0]),
+        )
 
     # --- terms by rows -----------------------------------------------------------------------------------------------
 
@@ -152,19 +159,18 @@ class FittedModel:
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
         chunks, rows, total, largest, dummy, sampled, executed = shape
-        composed, most_rows, most_decodes, most_sampled, longest = self._bounds
+        composed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
         inside = not composed and rows <= most_decodes and largest <= longest and sampled <= most_sampled
         sequences = len(chunks) + rows
         ns = 0
         if chunks:
-            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * self.engine.layer_split[0] + 0.5)
-            region = self.engine.region
+            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * layers + 0.5)
             for tokens, prefix in chunks:
                 rows += tokens
-                if tokens > region.tokens or prefix > region.prefix:
+                if tokens > most_tokens or prefix > furthest:
                     inside = False
         elif rows:
-            ns = int(self._attention.decode_ns(rows, total, largest) * self.engine.layer_split[0] + 0.5)
+            ns = int(self._attention.decode_ns(rows, total, largest) * layers + 0.5)
         rows += dummy
         if executed > rows:
             rows = executed
@@ -266,10 +272,18 @@ class FittedModel:
 
     def _attention_of(self, columns: ShapeColumns) -> NDArray[np.float64]:
         """One layer's attention of every batch, ns; 0 for a batch without any."""
-        attention = np.zeros(len(columns))
+        count = len(columns)
+        if count > BLOCK:
+            starts = range(0, count, BLOCK)
+            return np.concatenate([self._attention_of(columns.part(at, min(at + BLOCK, count))) for at in starts])
+        attention = np.zeros(count)
         with_chunks = columns.has_chunks
         alone = ~with_chunks & (columns.decodes > 0)
         counts, total, largest = columns.decodes, columns.decode_context_total, columns.decode_context_max
+        if with_chunks.all():
+            return self._attention.batch_ns_of(
+                columns.chunk_tokens, columns.chunk_prefix, columns.chunk_offsets, counts, total, largest
+            )
         if alone.all():
             return self._attention.decode_ns_of(counts, total, largest)
         if alone.any():
