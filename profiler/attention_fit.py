@@ -35,6 +35,9 @@ Array = NDArray[np.float64]
 UNGROUPED = "without grouped heads"
 """In the backend of a profile whose decodes read keys and values once a query head."""
 
+KV_BYTES = 4
+"""A key and a value of 16 bits each."""
+
 MANY_KNOTS = 24
 """More measured coordinates than this along an axis are dense enough for the tables' own knots."""
 
@@ -59,6 +62,10 @@ class AttentionFit:
     grouped: decodes of all query heads of a KV head share their reads; otherwise query heads are what is dealt out.
     streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
+    own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
+        launch: the same bytes have to come (on both RTX cards they cost more than that in 98 % of 14,000 mixed
+        batches of over 30 us, 1.5 to 2.2 times at the median), and without grouped heads bytes decide.
+    token_us: least time a token of context in all takes in a layout that was not measured: its bytes from memory.
     region: largest measured tokens, prefix, decodes, context.
     """
 
@@ -73,12 +80,17 @@ class AttentionFit:
     uneven_token_us: float = 0.0
     streams_beside: bool = False
     grouped: bool = True
+    own: bool = True
+    token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
         miss = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
-        return decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        us = decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        if not self.token_us:
+            return us
+        return np.maximum(us, self.decode_law.launch + self.token_us * np.multiply(decodes, context))
 
     def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """One chunk alone."""
@@ -91,12 +103,16 @@ class AttentionFit:
         """One chunk beside at least one decode; `typical` as in `decode_us`."""
         both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
         if "mixed" in self.misses:
-            return both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+            both = both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+            if self.own:
+                return both
+        chunk = self.prefill_us(tokens, prefix)
+        apart = chunk + np.maximum(self.decode_us(decodes, context, typical) - self.decode_law.launch, 0.0)
         if self.streams_beside:
-            beside = self.decode_us(decodes, context, typical) - self.decode_law.launch
-            return self.prefill_us(tokens, prefix) + np.maximum(beside, 0.0)
-        alone = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
-        return self.prefill_us(tokens, prefix) + (both - alone)
+            return apart
+        if "mixed" not in self.misses:
+            both = chunk + (both - batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0))
+        return np.maximum(both, apart)
 
     def chunk_share_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """A further chunk in the same batch."""
@@ -119,8 +135,19 @@ class AttentionFit:
         return np.interp(np.log2(np.maximum(np.asarray(decodes, float), 1)), np.log2(knots[:, 0]), knots[:, 1])
 
 
-def transferred(fit: AttentionFit, heads: int, kv_heads: int, head_dim: int) -> AttentionFit:
-    """The fit of one head layout restated for another: sequences x KV heads are dealt out, bytes grow with head_dim."""
+STREAMED = 0.7
+"""Share of peak bandwidth at which decodes of a layout that was not measured read their bytes at best, as in
+`profiler.roofline_constants`: kernels whose query heads share reads in a cache look faster than memory until each head
+has keys of its own."""
+
+
+def transferred(
+    fit: AttentionFit, heads: int, kv_heads: int, head_dim: int, bytes_per_us: float | None = None
+) -> AttentionFit:
+    """The fit of one head layout restated for another: sequences x KV heads are dealt out, bytes grow with head_dim.
+
+    bytes_per_us: peak bandwidth of the device, if known.
+    """
     size = head_dim / fit.head_dim
     streams = kv_heads / fit.kv_heads if fit.grouped else heads / fit.heads
     batch, decode = fit.batch_law, fit.decode_law
@@ -146,6 +173,8 @@ def transferred(fit: AttentionFit, heads: int, kv_heads: int, head_dim: int) -> 
             alone=decode.alone * size,
         ),
         misses=misses,
+        own=False,
+        token_us=kv_heads * head_dim * KV_BYTES / (bytes_per_us * STREAMED) if bytes_per_us else 0.0,
         uneven_decode=tuple((n / streams, us * size) for n, us in fit.uneven_decode if n / streams >= 1),
         uneven_token_us=fit.uneven_token_us * size,
     )

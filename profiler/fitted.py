@@ -33,7 +33,9 @@ BLOCK = 2048
 class Region:
     """The measured region: largest rows, sampled rows, chunk tokens, prefix, decodes and context.
 
-    composed: why shapes inside these bounds still count as outside: operators that were not measured in this width.
+    mixed: whether chunks were measured beside decodes.
+    composed: operators that were not measured in this width, by name. unmeasured: those of them that stand on more
+        than an interpolation between measured widths or one pass over their bytes, so that no shape counts as inside.
     """
 
     rows: int
@@ -42,7 +44,9 @@ class Region:
     prefix: int
     decodes: int
     context: int
+    mixed: bool = True
     composed: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class FittedModel:
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
         region = engine.region
         self._bounds = (
-            *(region.composed, region.rows, region.decodes, region.sampled, region.context),
+            *(not region.unmeasured, region.mixed, region.rows, region.decodes, region.sampled, region.context),
             *(region.tokens, region.prefix, engine.layer_split[0]),
         )
 
@@ -159,12 +163,14 @@ class FittedModel:
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
         chunks, rows, total, largest, dummy, sampled, executed = shape
-        composed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
-        inside = not composed and rows <= most_decodes and largest <= longest and sampled <= most_sampled
+        measured, mixed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
+        inside = measured and rows <= most_decodes and largest <= longest and sampled <= most_sampled
         sequences = len(chunks) + rows
         ns = 0
         if chunks:
             ns = int(self._attention.batch_ns(chunks, rows, total, largest) * layers + 0.5)
+            if rows and not mixed:
+                inside = False
             for tokens, prefix in chunks:
                 rows += tokens
                 if tokens > most_tokens or prefix > furthest:
@@ -327,10 +333,12 @@ class FittedModel:
         return self._attention.decode_ns(decodes, total, largest) if decodes else 0.0
 
     def inside(self, shape: BatchShape) -> bool:
-        """Whether every operator was measured in this width and the shape lies within the measured bounds."""
+        """Whether the shape lies within the measured bounds, and every operator was measured in this width or between
+        measured ones (norms and activations may be passes over their bytes)."""
         region = self.engine.region
         return (
-            not region.composed
+            not region.unmeasured
+            and (region.mixed or not (shape.chunks and shape.decodes))
             and shape.rows <= region.rows
             and shape.sampled <= region.sampled
             and shape.decodes <= region.decodes
