@@ -78,7 +78,10 @@ class AttentionFamily:
         }
         law = replace(self.batch_law, write=self.batch_law.write * kv_heads)
         decode_law = replace(
-            self.decode_law, block=self.decode_law.block * kv_heads, stream=self.decode_law.stream * kv_heads
+            self.decode_law,
+            block=self.decode_law.block * kv_heads,
+            stream=self.decode_law.stream * kv_heads,
+            split_below=self.decode_law.split_below / kv_heads,
         )
         fit = AttentionFit(
             heads, kv_heads, self.head_dim, self.sms, law, decode_law, misses, streams_beside=self.kernel != "fa2"
@@ -117,7 +120,7 @@ def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionF
         if group != int(group) or not len(decodes) or not len(prompts):
             continue
         law, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
-        decode_law, misses, region = _fit_decode(decodes)
+        decode_law, misses, region = _fit_decode(decodes, SPLIT_BELOW * 2 * sms if kernel == "fa2" else 0.0)
         region = {**region, "tokens": longest, "query_heads": widest}
         misses["prefill"] = prefill
         families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region))
@@ -157,11 +160,11 @@ def _fit_prefill(rows: pd.DataFrame, sms: int, query_rows: int) -> tuple[BatchLa
     )
 
 
-def _fit_decode(rows: pd.DataFrame) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
+def _fit_decode(rows: pd.DataFrame, split_below: float) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
     decodes, kv_heads = rows["decodes"].to_numpy(float), rows["kv_heads"].to_numpy(float)
     streams = decodes * kv_heads
     context, us = rows["context"].to_numpy(float), rows["us"].to_numpy(float)
-    law = fit_decode_law(lambda law: decode_us(law, streams, context), us)
+    law = fit_decode_law(lambda law: decode_us(law, streams, context), us, split_below)
     miss = np.log(us / decode_us(law, streams, context))
     misses = {"decode": Lattice.from_points([streams, context], miss)}
     for heads in np.unique(kv_heads):

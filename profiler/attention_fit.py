@@ -35,6 +35,13 @@ Array = NDArray[np.float64]
 UNGROUPED = "without grouped heads"
 """In the backend of a profile whose decodes read keys and values once a query head."""
 
+SPLIT_BELOW = 0.8
+"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
+blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
+
+TWIN = "even twin"
+"""In the backend of a row: an uneven batch's even twin, measured beside it, which only its difference is told from."""
+
 KV_BYTES = 4
 """A key and a value of 16 bits each."""
 
@@ -43,6 +50,7 @@ MANY_KNOTS = 24
 
 _AXES = {
     "decode": ("decodes", "context"),
+    "single": ("context",),
     "prefill": ("tokens", "context"),
     "mixed": ("tokens", "context", "decodes", "context"),
 }
@@ -52,7 +60,8 @@ _AXES = {
 class AttentionFit:
     """Times of one layer in microseconds.
 
-    batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context),
+    batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context), "single"
+        over context for one decode, which is another kernel (3 us below two decodes, however short),
     "prefill" over (tokens, prefix), "mixed" over (tokens, prefix, decodes, context). A grid that was not measured is
     absent; mixed batches are then the chunk plus what the law says the decodes add to it.
     uneven_decode: (decodes, us): what each token costs by which the longest context of a decode-only batch beats the
@@ -86,7 +95,9 @@ class AttentionFit:
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
-        miss = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
+        miss: Array | float = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
+        if "single" in self.misses:
+            miss = np.where(np.asarray(decodes) < 2, self.misses["single"](context), miss)
         us = decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
         if not self.token_us:
             return us
@@ -171,6 +182,7 @@ def transferred(
             block=decode.block * streams * size,
             stream=decode.stream * streams * size,
             alone=decode.alone * size,
+            split_below=decode.split_below / streams,
         ),
         misses=misses,
         own=False,
@@ -181,7 +193,8 @@ def transferred(
 
 
 def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Attention rows as numbers: tokens, prefix, chunks (how many equal ones), decodes, context (mean), longest, us.
+    """Attention rows as numbers: tokens, prefix, chunks (how many equal ones), decodes, context (mean), longest, us,
+    twin.
 
     Rows with unequal chunks come out with chunks = -1.
     """
@@ -199,6 +212,7 @@ def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
             "context": table["decode_context_total"].to_numpy(float) / np.maximum(decodes, 1),
             "longest": table["decode_context_max"].to_numpy(float),
             "us": table["median_s"].to_numpy(float) * 1e6,
+            "twin": table["backend"].str.contains(TWIN).to_numpy(bool),
         }
     )
 
@@ -210,14 +224,15 @@ def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
         raise ProfileError(f"attention: found {len(layouts)} head layouts, expected one at a time")
     heads, kv_heads, head_dim = (int(value) for value in layouts.iloc[0])
     batches = batch_columns(table)
-    even = batches[(batches["longest"] <= np.ceil(batches["context"])) & (batches["chunks"].isin((0, 1)))]
+    flat = batches["longest"] <= np.ceil(batches["context"])
+    even = batches[flat & ~batches["twin"] & batches["chunks"].isin((0, 1))]
     grouped = not table["backend"].str.contains(UNGROUPED).any()
     fit = AttentionFit(
         heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), grouped=grouped, region=_region(batches)
     )
     fit = _fit_decode(fit, even[even["tokens"] == 0])
     fit = _fit_batches(fit, even[even["tokens"] > 0])
-    return _fit_uneven(fit, batches[(batches["longest"] > np.ceil(batches["context"])) & (batches["chunks"] >= 0)])
+    return _fit_uneven(fit, batches[~flat & (batches["chunks"] >= 0)], batches[batches["twin"]])
 
 
 def _region(batches: pd.DataFrame) -> dict[str, int]:
@@ -230,9 +245,16 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     if not len(rows):
         return fit
     n, c, us = (rows[key].to_numpy(float) for key in ("decodes", "context", "us"))
-    law = fit_decode_law(lambda law: decode_us(law, n, c), us)
-    miss = _grid([n, c], np.log(us / decode_us(law, n, c)))
-    return replace(fit, decode_law=law, misses={**fit.misses, "decode": miss})
+    many = n > 1
+    if not many.any() or not fit.grouped:
+        many = np.full(len(n), True)
+    split_below = float(np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads)) if fit.grouped else 0.0
+    law = fit_decode_law(lambda law: decode_us(law, n[many], c[many]), us[many], split_below)
+    miss = np.log(us / decode_us(law, n, c))
+    misses = {**fit.misses, "decode": _grid([n[many], c[many]], miss[many])}
+    if not many.all():
+        misses["single"] = _grid([c[~many]], miss[~many])
+    return replace(fit, decode_law=law, misses=misses)
 
 
 def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
@@ -251,17 +273,20 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     return replace(fit, batch_law=law, misses=misses)
 
 
-SPLIT_BELOW = 0.8
-"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
-blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
+_TWINS_BY = ["tokens", "prefix", "decodes", "context"]
 
 
-def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
-    """How much longer than their even twins uneven batches take; the twin is the fit's own prediction of it."""
+def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame, twins: pd.DataFrame) -> AttentionFit:
+    """How much longer than their even twins uneven batches take; a twin that was not measured is the fit's own
+    prediction of it."""
+    measured = twins.groupby(_TWINS_BY)["us"].median().rename("even")
+    rows = rows.join(measured, on=_TWINS_BY)
     alone = rows[rows["tokens"] == 0]
     slopes: list[tuple[float, float]] = []
     for decodes, group in alone.groupby("decodes"):
-        excess = (group["us"] - fit.decode_us(group["decodes"], group["context"])).to_numpy(float)
+        predicted = fit.decode_us(group["decodes"], group["context"])
+        even = np.where(group["even"].isna(), predicted, group["even"])
+        excess = group["us"].to_numpy(float) - even
         beyond = (group["longest"] - group["context"]).to_numpy(float)
         weight = 1.0 / group["us"].to_numpy(float)
         slopes.append((float(decodes), max(0.0, _slope(beyond * weight, excess * weight))))
@@ -269,7 +294,8 @@ def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     slope = 0.0
     if len(mixed):
         us = mixed["us"].to_numpy(float)
-        even = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
+        predicted = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
+        even = np.where(mixed["even"].isna(), predicted, mixed["even"])
         end = mixed["tokens"] + mixed["prefix"]
         beyond = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
         use = (beyond > 0) & (np.abs(us - even) < 0.7 * us)

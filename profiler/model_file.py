@@ -33,14 +33,14 @@ from profiler.row_curves import RowCurve
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer fitted model"
-VERSION = 1
+VERSION = 2
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_ENTRIES = 20_000
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
-_AXES = {"decode": 2, "prefill": 2, "mixed": 4}
+_AXES = {"decode": 2, "single": 1, "prefill": 2, "mixed": 4}
 _REGION = ("tokens", "prefix", "decodes", "context")
 
 

@@ -12,6 +12,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from profiler.attention_fit import TWIN
 from profiler.errors import ProfileError
 from profiler.importers.tables import read_csv
 from profiler.profile import Profile, make_profile
@@ -47,7 +50,9 @@ def read(path: Path, tensor_parallel: int | None = None, model: str | None = Non
     parts = [_one_degree(folder / f"tp{tp}", spec, tp) for tp in degrees]
     table = pd.concat(parts, ignore_index=True)
     table["device"], table["model"], table["dtype"] = device, spec.name, "bfloat16"
-    table["backend"] = f"vllm {meta.get('vllm_version', 'unknown')} eager"
+    backend = f"vllm {meta.get('vllm_version', 'unknown')} eager"
+    twin = table["backend"].eq(TWIN) if "backend" in table else np.zeros(len(table), bool)
+    table["backend"] = np.where(twin, f"{backend}, {TWIN}", backend)
     provenance = {
         "source": "LLMServingSim",
         "licence": "MIT, casys-kaist/LLMServingSim",
@@ -139,17 +144,22 @@ def _attention(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
 
 
 def _skew(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
-    """Decodes of two lengths: `nb` of `n` have kv_big tokens, the others kvs. Their even twins are left out."""
+    """Decodes of two lengths: `nb` of `n` have kv_big tokens, the others kvs; and their even twins (all contexts the
+    mean), measured beside them, which tell what being uneven costs."""
     import pandas as pd
 
-    numbers = ["n", "nb", "pc", "kp", "kvs", "kv_big", "t_max_us", "t_skew_us"]
+    numbers = ["n", "nb", "pc", "kp", "kvs", "kv_big", "t_mean_us", "t_max_us", "t_skew_us"]
     skew = read_csv(folder / "skew.csv", numbers, optional=True)
     if not len(skew):
         return pd.DataFrame()
     skew = skew.rename(columns={"pc": "prefill_chunk", "kp": "kv_prefill", "n": "n_decode"})
     runs = _runs_in_a_row(skew, read_csv(folder / "attention.csv", [*_GRID, "kv_decode", "time_us"]))
     total = skew["nb"] * skew["kv_big"] + (skew["n_decode"] - skew["nb"]) * skew["kvs"]
-    return _batches(skew, heads, total, skew["kv_big"], skew["t_skew_us"] * (1e-6 / runs))
+    uneven = _batches(skew, heads, total, skew["kv_big"], skew["t_skew_us"] * (1e-6 / runs))
+    mean = np.ceil(total / skew["n_decode"]).astype(int)
+    even = _batches(skew, heads, total, mean, skew["t_mean_us"] * (1e-6 / runs))
+    even["backend"] = TWIN
+    return pd.concat([uneven, even], ignore_index=True)
 
 
 _GRID = ["prefill_chunk", "kv_prefill", "n_decode"]
