@@ -25,6 +25,7 @@ from profiler.attention_law import (
 )
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
+from profiler.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class AttentionFit:
     grouped: decodes of all query heads of a KV head share their reads; otherwise query heads are what is dealt out.
     streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
+    prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
     own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
         launch: the same bytes have to come (on both RTX cards they cost more than that in 98 % of 14,000 mixed
         batches of over 30 us, 1.5 to 2.2 times at the median), and without grouped heads bytes decide.
@@ -89,6 +91,7 @@ class AttentionFit:
     uneven_token_us: float = 0.0
     streams_beside: bool = False
     grouped: bool = True
+    prefill_law: PrefillLaw | None = None
     own: bool = True
     token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
@@ -106,7 +109,12 @@ class AttentionFit:
     def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """One chunk alone."""
         miss = self.misses["prefill"](tokens, prefix) if "prefill" in self.misses else 0.0
-        return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0) * np.exp(miss)
+        return self._prefill_by_law(tokens, prefix) * np.exp(miss)
+
+    def _prefill_by_law(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
+        if self.prefill_law is not None:
+            return self.prefill_law.us(self.heads, tokens, prefix, tokens)
+        return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
 
     def batch_us(
         self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
@@ -183,6 +191,9 @@ def transferred(
             stream=decode.stream * streams * size,
             alone=decode.alone * size,
             split_below=decode.split_below / streams,
+        ),
+        prefill_law=fit.prefill_law and replace(
+            fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size
         ),
         misses=misses,
         own=False,
@@ -267,7 +278,13 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     misses = dict(fit.misses)
     alone = columns[2] == 0
     if alone.any():
-        misses["prefill"] = _grid([column[alone] for column in columns[:2]], miss[alone])
+        tokens, prefix = columns[0][alone], columns[1][alone]
+        waves = fit_prefill_law(fit.heads, tokens, prefix, tokens, us[alone], fit.sms)
+        if waves is not None:
+            own = np.log(us[alone] / waves.us(fit.heads, tokens, prefix, tokens))
+            if np.abs(own).mean() < np.abs(miss[alone]).mean():
+                fit, miss[alone] = replace(fit, prefill_law=waves), own
+        misses["prefill"] = _grid([tokens, prefix], miss[alone])
     if (~alone).any():
         misses["mixed"] = _grid([column[~alone] for column in columns], miss[~alone])
     return replace(fit, batch_law=law, misses=misses)
