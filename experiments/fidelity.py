@@ -164,7 +164,9 @@ def _fit_of(where: Path | None, hardware: Hardware, tp: int) -> tuple[DeviceFit,
             raise ExperimentError(f"no fitted costs ship for {hardware.name}: give --profile")
         return read_model(found), f"shipped fit of {hardware.name}"
     if where.is_dir():
-        return fit_device(import_profile("llmservingsim", where, tensor_parallel=tp), hardware), str(where)
+        first_form = any(where.glob("tp*/layers.csv")) or (where / "layers.csv").exists()
+        kind = "llmservingsim-v0" if first_form else "llmservingsim"
+        return fit_device(import_profile(kind, where, tensor_parallel=tp), hardware), str(where)
     if where.suffix == ".json":
         return read_model(where), str(where)
     return fit_device(read_profile(where), hardware), str(where)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from profiler.attention_cells import Axis, evaluated, polynomials
 from profiler.attention_law import CONTEXT_STEP, BatchLaw
+from profiler.prefill_law import PrefillLaw
 
 Array = NDArray[np.float64]
 
@@ -27,6 +28,8 @@ GRAIN = 2.0**-20
 MOST_CELLS = 1 << 14
 """Cells of a chunk beside decodes kept as tuples (9 MB)."""
 _TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
+_BLOCKS = tuple(rows + more for rows in range(64, 1025, 64) for more in (0, 1))
+"""Where a chunk alone needs one block more, and may need one wave more."""
 _CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, CONTEXT_LIMIT)
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, DECODE_LIMIT)
 
@@ -38,6 +41,7 @@ class AttentionSource(Protocol):
     heads: int
     sms: int
     uneven_token_us: float
+    prefill_law: PrefillLaw | None
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array: ...
 
@@ -89,8 +93,9 @@ class AttentionTables:
         self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
-        chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
-        self._chunk = polynomials(chunk, (self.tokens, self.contexts))
+        self.chunks = Axis([*self.tokens.knots, *_BLOCKS]) if source.prefill_law is not None else self.tokens
+        chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
+        self._chunk = polynomials(chunk, (self.chunks, self.contexts))
         self._beside = np.zeros((0, 16))
         if fused:
             grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
@@ -113,7 +118,7 @@ class AttentionTables:
         first, second, third = self._strides
         context_cell = self.contexts.starts(1)
         self._decode_lookup = (wide, context_cell, _tuples(self._decode), self._beyond.tolist())
-        self._chunk_lookup = (self.tokens.starts(wide), context_cell, _tuples(self._chunk))
+        self._chunk_lookup = (self.chunks.starts(wide), context_cell, _tuples(self._chunk))
         # Cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for.
         cells: dict[int, tuple[float, ...]] = {}
         lists = (self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third), context_cell)
@@ -249,7 +254,7 @@ class AttentionTables:
 
     def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:
         """`chunk_ns` of many chunks."""
-        cells = self.tokens.of(tokens) * self.contexts.cells + self.contexts.of(prefix)
+        cells = self.chunks.of(tokens) * self.contexts.cells + self.contexts.of(prefix)
         return evaluated(self._chunk, cells, (tokens, prefix))
 
     def batch_ns_of(

@@ -39,3 +39,14 @@ def read_csv(path: Path, numbers: Iterable[str], texts: Iterable[str] = (), opti
     for column in texts:
         table[column] = table[column].astype(str)
     return table[[*texts, *numbers]]
+
+
+def read_header(path: Path) -> list[str]:
+    """Column names of a CSV."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return [name.strip() for name in file.readline().split(",")]
+    except FileNotFoundError:
+        raise ProfileError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: cannot be read as CSV: {str(error).splitlines()[0]}") from None
