@@ -13,6 +13,7 @@ PACKAGES = {"policies", "workloads", "metrics", "profiler", "simulator", "experi
 COMMAND_MODULES = (
     "experiments.parity_command",  # parity
     "experiments.fidelity_command",  # fidelity
+    "experiments.coverage_command",  # coverage
     "experiments.validate_command",  # validate
     "experiments.calibrate_command",  # calibrate
     "experiments.figures_command",  # list, run, claims
