@@ -40,6 +40,10 @@ def validate(
         int,
         typer.Option(help="Threads of the model; one is disturbed least. 0: PyTorch's own.", rich_help_panel=_ENGINE),
     ] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks over which every layer is split.", rich_help_panel=_ENGINE)] = 1,
+    pp: Annotated[
+        int, typer.Option(help="Pipeline stages, a process each; compares bubbles too.", rich_help_panel=_ENGINE)
+    ] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
     token_budget: Annotated[int | None, typer.Option(help="Most tokens of a batch.", rich_help_panel=_ENGINE)] = None,
@@ -67,12 +71,20 @@ def validate(
     out: Annotated[
         Path | None, typer.Option(help="Folder; runs/validate-TRACE by default. The same one goes on.")
     ] = None,
+    explore: Annotated[
+        Path | None,
+        typer.Option("--report", help="Also write one HTML file with timelines and requests to explore."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Hold predictions beside live runs, and say how far they can be trusted."""
+    if explore is not None:
+        from metrics.html_report import require_plotly
+
+        require_plotly()
     if against:
         _against(
-            against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", as_json,
+            against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", explore, as_json,
             {
                 "policy": policies if "," not in policies else None, "block_size": block_size, "num_blocks": num_blocks,
                 "max_num_seqs": max_num_seqs, "token_budget": token_budget,
@@ -91,7 +103,7 @@ def validate(
         policies=tuple(part for part in policies.split(",") if part.strip()),
         engine=EngineChoice(
             model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
-            block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed,
+            block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed, tp=tp, pp=pp,
         ),
         rows=(skip, skip + limit), loads=shares_of(load), repeats=repeats, budget_s=seconds_of(budget, "--budget"),
         ensemble=ensemble, trace_format=trace_format,
@@ -100,6 +112,10 @@ def validate(
     say = Say(as_json)
     result = Validation(settings, target, profile=profile, say=say).run()
     written = write_report(result, target)
+    if explore is not None:
+        from experiments.validate_explore import write_explorable
+
+        write_explorable(explore, result)
     if as_json:
         print(json.dumps(as_dict(result), indent=2))
         return
@@ -110,7 +126,7 @@ def validate(
 
 def _against(
     references: list[Path], cost_model: str | None, profile: Path | None, gpu: str | None, model: str, out: Path,
-    as_json: bool, options: dict[str, Any],
+    explore: Path | None, as_json: bool, options: dict[str, Any],
 ) -> None:  # fmt: skip
     from experiments.against import against_short, validate_against, write_against
     from metrics.run_folder import json_ready
@@ -121,6 +137,10 @@ def _against(
         references, cost_model=cost_model or "auto", gpu=gpu, model=model, options=options, say=Say(as_json)
     )
     written = write_against(result, out)
+    if explore is not None:
+        from experiments.validate_explore import write_explorable_against
+
+        write_explorable_against(explore, result)
     if as_json:
         rows = [row.as_dict() for row in result.comparisons]
         print(json.dumps({"in_short": against_short(result), "comparisons": json_ready(rows)}, indent=2))

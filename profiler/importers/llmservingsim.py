@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policies.input_file import read_text
 from profiler.attention_fit import TWIN
 from profiler.errors import ProfileError
 from profiler.importers.tables import read_csv, read_header
@@ -92,7 +93,7 @@ def _meta(path: Path) -> dict[str, str]:
     """Top-level `key: value` lines of meta.yaml; deeper levels are not needed (and YAML is no dependency)."""
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_text(path, ProfileError).splitlines()
     pairs = (re.match(r"(\w+):\s+(\S.*)", line) for line in lines)
     return {pair[1]: pair[2].strip().strip("'\"") for pair in pairs if pair}
 
@@ -180,9 +181,10 @@ def _skew(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
     """Uneven batches, where they were measured: in one of two forms."""
     import pandas as pd
 
-    if not (folder / "skew.csv").exists():
+    skew = folder / "skew.csv"
+    if not skew.exists() and not skew.is_symlink():
         return pd.DataFrame()
-    if "requests_json" in read_header(folder / "skew.csv"):
+    if "requests_json" in read_header(skew):
         return _listed_batches(folder, heads)
     return _two_lengths(folder, heads)
 
