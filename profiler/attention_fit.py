@@ -74,8 +74,8 @@ class AttentionFit:
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
     prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
     own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
-        launch: the same bytes have to come (on both RTX cards they cost more than that in 98 % of 14,000 mixed
-        batches of over 30 us, 1.5 to 2.2 times at the median), and without grouped heads bytes decide.
+        launch: the same bytes have to come (on both RTX cards they cost more than that in 95 % of 20,000 mixed
+        batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
     token_us: least time a token of context in all takes in a layout that was not measured: its bytes from memory.
     region: largest measured tokens, prefix, decodes, context.
     """
