@@ -19,6 +19,7 @@ from policies import knobs_of, policy_class, policy_names
 from tests.hardening.command_line import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+ANY = "|".join(PACKAGES)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -27,7 +28,7 @@ def shown(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     spans = re.findall(r"`([^`\n]*python -m [^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    lines = [line for line in blocks.splitlines() if re.search(r"python3? -m (%s)\b" % "|".join(PACKAGES), line)]
+    lines = [line for line in blocks.splitlines() if re.search(rf"python3? -m ({ANY})\b", line)]
     return [line.partition("  #")[0].strip() for line in lines] + [" ".join(span.split()) for span in spans]
 
 

@@ -22,7 +22,7 @@ TIMED: dict[str, dict[str, dict[str, float]]] = {
     "request_level": {"times": {"max_delay_s": 0.07}},
     "shortest_prompt_first": {"rates": {"ageing": 400.0}},
 }
-SHAPES = [column for column in ("chunk_tokens", "num_chunks", "decodes", "decode_context_total", "dummy_tokens", "running", "waiting")]
+SHAPES = ("chunk_tokens", "num_chunks", "decodes", "decode_context_total", "dummy_tokens", "running", "waiting")
 
 
 def random_trace(count: int = 60, seed: int = 5) -> Trace:
