@@ -12,8 +12,8 @@ PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what Charioteer depends on
 
 Charioteer itself is Apache-2.0 ([LICENSE](../LICENSE)). None of these packages is part of it; pip installs them. Data
-made from other projects' measurements names its source and licence in itself (`python -m profiler report h100`). Written
-by `python docs/licences.py`, from the metadata of the installed packages; a dash: not installed there.
+made from other projects' measurements names its source and licence in itself (`python -m profiler report h100`).
+Written by `python docs/licences.py`, from the metadata of the installed packages; a dash: not installed there.
 
 | package | lower bound | for | version read | licence |
 |---|---|---|---|---|

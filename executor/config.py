@@ -114,8 +114,9 @@ class LiveConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise ExecutorError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            split = name == "layer_split" and value is not None
-            cleaned[name] = listed("--layer-split", value, ExecutorError) if split else value
+            if name == "layer_split" and value is not None:
+                value = listed("--layer-split", value, int, ExecutorError)
+            cleaned[name] = value
         return cls(**cleaned)
 
 

@@ -49,10 +49,12 @@ def check_value(name: str, value: Any, wanted: tuple[type, ...], error: type[Exc
         raise error(f"{name}: found {_short(value)}, expected at most {LONGEST_TEXT:,} characters and no NUL")
 
 
-def listed(name: str, value: Any, error: type[Exception]) -> tuple[Any, ...]:
-    """A list of a file of settings as a tuple; raises `error` for anything else."""
+def listed(name: str, value: Any, of: type, error: type[Exception]) -> tuple[Any, ...]:
+    """A list of a file of settings as a tuple of plain values of one type; raises `error` for anything else."""
     if not isinstance(value, list | tuple):
         raise error(f"{name}: found {_short(value)}, expected a list")
+    for entry in value:
+        check_value(f"{name}: entry", entry, (of,), error)
     return tuple(value)
 
 

@@ -14,7 +14,7 @@ COUNTS = (
     "replicas_per_link", "plain_tokens",
 )  # fmt: skip
 MOST_REPLICAS = 100_000
-TUPLES = ("layer_split", "pools", "failures")
+TUPLES: dict[str, type] = {"layer_split": int, "pools": dict, "failures": str}
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,9 @@ class ReplayConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            is_list = name in TUPLES and value is not None
-            cleaned[name] = listed(_flag(name), value, SimulationError) if is_list else value
+            if name in TUPLES and value is not None:
+                value = listed(_flag(name), value, TUPLES[name], SimulationError)
+            cleaned[name] = value
         return cls(**cleaned)
 
 

@@ -69,7 +69,7 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
     name, arguments = rest[0], rest[1:]
     assert name in group.commands, f"{page}: {package} has no command {name!r}"
     command = group.commands[name]
-    takes_knobs = command.ignore_unknown_options
+    takes_knobs = command.context_settings.get("ignore_unknown_options", False)
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     named = [word for word in arguments if re.match(r"examples/\w+\.py:\w+$", word)]
     knobs = {"--" + knob.replace("_", "-") for policy in (*policy_names(), *named) for knob in knobs_of(policy_class(policy))}
