@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from policies.batch import Decodes
 from policies.request import Ns
 from policies.track import Track
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from policies.ledger import KVLedger
 
 _by_order = attrgetter("order")
+# A named tuple made without its own constructor, which costs more than all the rest of a step.
+_new = tuple.__new__
 
 
 class Cohort:
@@ -197,23 +200,23 @@ class Cohort:
 
     # Steps
 
-    def plan_step(self, ledger: KVLedger) -> bool:
-        """Plan one step and take the blocks that it needs; False, and nothing has changed, if these are short."""
-        step = self.planned
+    def plan_step(self, ledger: KVLedger) -> Decodes | None:
+        """Plan one step and take the blocks that it needs; None, and nothing has changed, if these are short."""
+        step, size, total = self.planned, self.size, self.context_total
         if self._grows_later:
             self._ripen(step)
         remainder = step % self.block_size
         growth = self._growth[remainder]
         if growth:
             if growth > ledger.free_blocks:
-                return False
+                return None
             if self.by_id:
                 ledger.grow(self._growing[remainder])
             else:
                 ledger.take(growth)
         self.planned = step + 1
-        self.context_total += self.size
-        return True
+        self.context_total = total + size
+        return _new(Decodes, (self, step, size, total, step + self.longest_base))
 
     def plan_steps(self, steps: int, ledger: KVLedger) -> list[int]:
         """Plan `steps` steps at once, for which there have to be blocks; returns the blocks that each of them took."""

@@ -60,8 +60,7 @@ class Draft(Batch):
         grant); nothing is reserved then.
         """
         scheduler = self._scheduler
-        step = cohort.planned
-        if step != len(cohort.times):
+        if cohort.planned != len(cohort.times):
             self._refuse_if_not_chased(cohort)
         size = cohort.size
         most = self.budget_left
@@ -72,12 +71,11 @@ class Draft(Batch):
                 return 0
             scheduler.split(cohort, most)
             size = cohort.size
-        total, deepest = cohort.context_total, step + cohort.longest_base
-        if not cohort.plan_step(scheduler.ledger):
+        part = cohort.plan_step(scheduler.ledger)
+        if part is None:
             return 0
         self.budget_left -= size
         self.decodes += size
-        part = _new(Decodes, (cohort, step, size, total, deepest))
         self.parts.append(part)
         self.grown.append(part)
         return size
@@ -249,7 +247,17 @@ class Draft(Batch):
 
     def _finish(self, number: int) -> Batch:
         """The plan is done: this very object, without the right to ask for more."""
-        shape = self._shape_so_far()
+        chunks, grown = self.chunks, self.grown
+        if len(chunks) == 1 and len(grown) == 1:
+            # What _shape_so_far does, for the most common plan.
+            _, tokens, prefix, samples = chunks[0]
+            _, _, decodes, total, deepest = grown[0]
+            shape = _new(
+                BatchShape,
+                (((tokens, prefix),), decodes, total, deepest, self.dummy_tokens, decodes + samples, 0),
+            )
+        else:
+            shape = self._shape_so_far()
         self.__class__ = Batch  # type: ignore[assignment]
         self.number = number
         self.shape = shape  # type: ignore[misc]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.batch import Batch, BatchShape, Decodes
+from policies.admission import AdmissionControl
+from policies.batch import Batch, BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
 from policies.errors import PolicyError
 from policies.host import Host
@@ -16,7 +17,10 @@ from policies.ledger import KVLedger
 from policies.policy import Policy
 from policies.queues import Queues
 from policies.request import Ns
+from policies.swap import Swap
 from policies.track import Track
+
+_new = tuple.__new__
 
 
 class Lockstep:
@@ -26,6 +30,8 @@ class Lockstep:
     ledger: KVLedger
     host: Host
     queues: Queues
+    admission: AdmissionControl | None
+    swap: Swap | None
     alarm_ns: Ns | None
     retired: list[Cohort]
     _cohorts: int
@@ -71,6 +77,59 @@ class Lockstep:
         batch.shape = BatchShape((), size, total, longest, batch.shape[4], size)
         self.queues.decode_tokens_promised -= steps * size
         return taken
+
+    def plan_again(self, batch: Batch, now_ns: Ns) -> bool:
+        """Turn `batch`, which has just been delivered, into the next plan, where that is the same with a prefix and
+        contexts grown; False, and nothing has changed, where the policy has to be asked.
+
+        For whoever knows that since its plan nobody has arrived, ended or been withdrawn, and nothing is in flight. It
+        is what `plan` would do, by the policy's promise (`repeats_chunks`): the same decodes, and a chunk of the same
+        size of the same prompt, which still lacks more than that.
+        """
+        chunks, grown = batch.chunks, batch.grown
+        if len(chunks) != 1 or len(grown) > 1 or len(self.queues.parts) != len(grown) + 1:
+            return False
+        track, tokens, prefix, samples = chunks[0]
+        ledger, queues = self.ledger, self.queues
+        prefix += tokens
+        context = prefix + tokens
+        if samples or context >= track.own_known or not self.policy.repeats_chunks:
+            return False
+        if batch.preempted or self.alarm_ns is not None or self._only_now:
+            return False
+        if ledger.by_id or self.admission is not None or self.swap is not None:
+            return False
+        short = -(-context // ledger.block_size) - track.blocks
+        if short < 0:
+            short = 0
+        free = ledger.free_blocks
+        decodes = total = longest = 0
+        if grown:
+            cohort = grown[0][0]
+            if grown[0][2] != cohort.size or short + cohort.growth > free:
+                return False
+            part = cohort.plan_step(ledger)
+            assert part is not None
+            _, _, decodes, total, longest = part
+            batch.grown = [part]
+        elif short > free:
+            return False
+        if short:
+            ledger.extend(track, context)
+        track.own_context = context
+        track.chunks_in_flight = 1
+        chunk = _new(Chunk, (track, tokens, prefix, False))
+        batch.chunks = [chunk]
+        batch.parts = (*batch.grown, chunk)
+        batch.shape = _new(BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.number = self._batches
+        self._batches += 1
+        batch.planned_ns = now_ns
+        batch.cached_tokens = 0
+        queues.in_flight_batches = 1
+        queues.prefill_tokens -= tokens
+        queues.decode_tokens_promised -= decodes
+        return True
 
     # Cohorts
 

@@ -239,9 +239,9 @@ class PlainReplica:
         A stage starts when it is free and its input has arrived.
         """
         free, overlap = self._free_ns, self.overlap_sends
-        device = end = stage = 0
+        device = end = 0
         arrived = ready_ns
-        for busy, send in self._stages_ns(shape):
+        for stage, (busy, send) in enumerate(self._stages_ns(shape)):
             start = free[stage]
             if arrived > start:
                 start = arrived
@@ -250,7 +250,6 @@ class PlainReplica:
             free[stage] = end if overlap else arrived
             device += busy
             stages += (start, end, send)
-            stage += 1
         return end, device
 
     # Completion

@@ -179,10 +179,14 @@ class Replica(PlainReplica):
         plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = ahead.now, ahead.peek()
+        plan_again = scheduler.plan_again
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
+        batch: Batch | None = None
         while True:
-            batch = plan(now)
+            # Whatever happens between two iterations drops the batch.
+            if batch is None or not plan_again(batch, now):
+                batch = plan(now)
             if batch is None:
                 ahead.moved_to(now)
                 if not self._idle(now):
@@ -214,6 +218,9 @@ class Replica(PlainReplica):
                     return
                 flights.pop()
                 horizon = ahead.peek()
+                same = False
+            else:
+                same = bool(chunks)
             finished = deliver(batch, end)
             _, decodes, total, longest, dummies, sampled, _ = shape
             grown = batch.grown
@@ -249,8 +256,11 @@ class Replica(PlainReplica):
                 for track in finished:
                     self._end(track)
                 horizon = ahead.peek()
+                same = False
             if scheduler.retired:
                 self._record_retired()
+            if not same:
+                batch = None
 
     def _plain_iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         cost = self.cost
