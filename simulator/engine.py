@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, make_policy, make_scheduler
@@ -91,10 +92,35 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
 
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
-    options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
+    split = tuple(config.layer_split) if config.layer_split is not None else None
+    file = Path(config.cost_model)
+    changed_ns = file.stat().st_mtime_ns if file.suffix and file.is_file() else 0
+    return _shared_cost(
+        model, gpu, config.cost_model, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+    )
+
+
+@lru_cache(maxsize=16)
+def _shared_cost(
+    model: ModelSpec,
+    gpu: Hardware,
+    cost_model: str,
+    changed_ns: int,
+    dtype: str,
+    kv_dtype: str,
+    tp: int,
+    pp: int,
+    layer_split: tuple[int, ...] | None,
+    pp_link: str,
+) -> CostModel:
+    """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
+
+    changed_ns: when the file that it is read from was written.
+    """
+    options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(
-        model, gpu, cost_model=config.cost_model, dtype=config.dtype, kv_dtype=config.kv_dtype, tp=tp, pp=config.pp,
-        layer_split=config.layer_split, **options,
+        model, gpu, cost_model=cost_model, dtype=dtype, kv_dtype=kv_dtype, tp=tp, pp=pp, layer_split=layer_split,
+        **options,
     )  # fmt: skip
 
 
