@@ -49,6 +49,7 @@ class PlainReplica:
         self.env = env
         self.number = number
         self.scheduler = scheduler
+        self._tracks = scheduler.tracks
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
@@ -115,6 +116,10 @@ class PlainReplica:
         """Bring whatever stands for many iterations up to now; the plain path has no such thing."""
 
     # What a router sees (simulator.routers.ReplicaView)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._tracks)
 
     @property
     def num_running(self) -> int:
