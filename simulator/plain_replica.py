@@ -49,7 +49,7 @@ class PlainReplica:
         self.env = env
         self.number = number
         self.scheduler = scheduler
-        self._tracks = scheduler.tracks
+        self._tracks, self._depth = scheduler.tracks, scheduler.depth
         self.cost = cost
         self.recorder = recorder
         self._inside = cost.inside
@@ -153,7 +153,7 @@ class PlainReplica:
 
     def wake(self) -> None:
         """Look for something to plan at this moment, once everything else that happens in it has happened."""
-        if self._wake is None and len(self._flights) < self.scheduler.depth:
+        if self._wake is None and len(self._flights) < self._depth:
             self._wake = Moment(self.env, 0, self._on_wake, WAKE)
 
     def _on_wake(self, event: Event) -> None:
@@ -172,8 +172,7 @@ class PlainReplica:
 
     def _plan(self) -> None:
         scheduler, flights, env = self.scheduler, self._flights, self.env
-        depth = scheduler.depth
-        while len(flights) < depth:
+        while len(flights) < self._depth:
             batch = scheduler.plan(env.now)
             if batch is not None:
                 self._launch(batch)

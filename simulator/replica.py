@@ -88,7 +88,7 @@ class Replica(PlainReplica):
             assert self._completion is not None
             self._completion.void = True
             self._complete_at(ends[done])
-        self._cross(leap, done)
+        self._cross_to_flight(leap, done)
 
     # A leap answers for this moment without being stopped.
 
@@ -109,7 +109,7 @@ class Replica(PlainReplica):
         return free
 
     def wake(self) -> None:
-        if self._wake is None and len(self._flights) < self.scheduler.depth and self._leap is None:
+        if self._wake is None and len(self._flights) < self._depth and self._leap is None:
             self._wake = Moment(self.env, 0, self._on_wake, WAKE)
 
     # Running ahead of the event queue
@@ -179,7 +179,7 @@ class Replica(PlainReplica):
         plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = ahead.now, ahead.peek()
-        plan_again = scheduler.plan_again
+        plan_again, terms = scheduler.plan_again, self._repeat_terms
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
@@ -196,19 +196,30 @@ class Replica(PlainReplica):
                 continue
             chunks, shape = batch.chunks, batch.shape
             before, after, device, inside = iteration_ns(shape)
-            if not chunks and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP:
-                ahead.moved_to(now)
-                self._launch_leap(batch, quiet, before, after, inside)
-                if not flights:
+            end = now + before + device + after
+            alone = ahead.sharers == 1
+            if (
+                not chunks
+                and not (alone and end >= horizon)
+                and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
+            ):
+                ends = ends_until(
+                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else INFINITY
+                )
+                done = len(ends) - 1
+                if not alone and ends[done] >= horizon:
+                    # Somebody else's event in the middle of it need not concern this replica.
+                    ahead.moved_to(now)
+                    self._leap = Leap(batch, now, ends, before, after, inside)
+                    self._complete_at(ends[done])
                     return
-                batch, start, end, before, after, device, _, running, waits, free_blocks = flights.pop()
-                shape = batch.shape
-                inside = self._inside(shape)
-                now = start - before
-                stretch = None
-            else:
-                end = now + before + device + after
-                running, waits, free_blocks = queues.num_running, len(waiting), ledger.free_blocks
+                if done:
+                    self._cross(Leap(batch, now, ends, before, after, inside), done)
+                    shape, now, end = batch.shape, ends[done - 1], ends[done]
+                    device = end - now - before - after
+                    inside = self._inside(shape)
+                    stretch = None
+            running, waits, free_blocks = queues.num_running, len(waiting), ledger.free_blocks
             if end >= horizon:
                 ahead.moved_to(now)
                 self._free_ns[0] = end - after
@@ -271,7 +282,7 @@ class Replica(PlainReplica):
 
     def _plan(self) -> None:
         scheduler, flights, env = self.scheduler, self._flights, self.env
-        depth = scheduler.depth
+        depth = self._depth
         while len(flights) < depth and self._leap is None:
             batch = scheduler.plan(env.now)
             if batch is not None:
@@ -289,46 +300,55 @@ class Replica(PlainReplica):
         super()._launch(batch)
 
     def _launch_leap(self, batch: Batch, quiet: int, before: Ns, after: Ns, inside: bool) -> None:
-        now = self.env.now
+        now, shape = self.env.now, batch.shape
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
         horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
-        ends = ends_until(self.cost, self._repeat_terms, batch.shape, quiet + 1, now, before + after, horizon)
+        device = self.cost.stage_ns(shape)
+        ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
         if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
-            self._cross(leap, len(ends) - 1)
+            self._cross_to_flight(leap, len(ends) - 1)
         else:
             self._leap = leap
             self._complete_at(ends[-1])
 
-    def _cross(self, leap: Leap, done: int) -> None:
+    def _cross_to_flight(self, leap: Leap, done: int) -> None:
         """The first `done` iterations of a leap are complete; the next one is in flight as a plain batch."""
-        batch, planned, ends, before, after, first_inside = leap
+        batch, planned, ends, before, after, _ = leap
         scheduler = self.scheduler
         queues = scheduler.queues
-        running, waiting = queues.num_running, len(queues.waiting)
-        free_blocks = scheduler.ledger.free_blocks
         if done:
-            shape, first_number = batch.shape, batch.number
-            cohort, first_step, _, _, _ = batch.grown[0]
-            crossed = ends[:done]
-            taken = scheduler.leap(batch, crossed)
-            inside: Any = first_inside
-            if inside != self._inside(batch.shape):
-                inside = self._inside_each(shape, done)
-            self.recorder.back_to_back(
-                self.number, first_number, shape, planned, crossed, cohort.number, first_step, running, waiting,
-                free_blocks, taken, before, after, inside,
-            )  # fmt: skip
-            free_blocks = scheduler.ledger.free_blocks
-            planned = crossed[-1]
+            self._cross(leap, done)
+            planned = ends[done - 1]
         end = ends[done]
         start = planned + before
         self._free_ns[0] = end - after
         self._last_end_ns = end
         self._flights.append(
-            (batch, start, end, before, after, end - after - start, [], running, waiting, free_blocks)
-        )
+            (
+                batch, start, end, before, after, end - after - start, [], queues.num_running, len(queues.waiting),
+                scheduler.ledger.free_blocks,
+            )
+        )  # fmt: skip
+
+    def _cross(self, leap: Leap, done: int) -> None:
+        """The first `done` iterations of a leap are complete and recorded; its batch is the one planned after them."""
+        batch, planned, ends, before, after, first_inside = leap
+        scheduler = self.scheduler
+        queues = scheduler.queues
+        free_blocks = scheduler.ledger.free_blocks
+        shape, first_number = batch.shape, batch.number
+        cohort, first_step, _, _, _ = batch.grown[0]
+        crossed = ends[:done]
+        taken = scheduler.leap(batch, crossed)
+        inside: Any = first_inside
+        if inside != self._inside(batch.shape):
+            inside = self._inside_each(shape, done)
+        self.recorder.back_to_back(
+            self.number, first_number, shape, planned, crossed, cohort.number, first_step, queues.num_running,
+            len(queues.waiting), free_blocks, taken, before, after, inside,
+        )  # fmt: skip
 
     def _inside_each(self, shape: BatchShape, steps: int) -> list[bool]:
         return [
@@ -345,5 +365,5 @@ class Replica(PlainReplica):
         leap = self._leap
         if leap is not None and not event.void:  # type: ignore[attr-defined]
             self._leap = None
-            self._cross(leap, len(leap.ends_ns) - 1)
+            self._cross_to_flight(leap, len(leap.ends_ns) - 1)
         super()._on_completion(event)

@@ -21,8 +21,8 @@ class ReplicaView(Protocol):
     """A replica as a router sees it; every answer holds for this very moment.
 
     number: unique in the run, also the tie-breaker. num_requests: all it has. num_running: those admitted. num_waiting:
-    those queued, or with their KV still on its way. prefill_tokens: prompt tokens (and tokens to recompute) not yet planned.
-    decode_tokens_promised: declared output tokens not yet planned.
+    those queued, or with their KV still on its way. prefill_tokens: prompt tokens (and tokens to recompute) not yet
+    planned. decode_tokens_promised: declared output tokens not yet planned.
     """
 
     number: int
