@@ -12,6 +12,7 @@ import typer
 
 from executor.commands import Attention, BlockSize, Device, DType, Json, KernelSet, KVDType, ModelName, Seed, Threads
 from executor.errors import ExecutorError
+from policies.output_file import check_place
 
 _PANEL = "What to measure"
 
@@ -52,6 +53,7 @@ def profile_command(
     """Measure whole iterations as a live run executes them; `python -m profiler fit` turns the profile into costs."""
     if out.suffix not in (".parquet", ".csv"):
         raise ExecutorError(f"--out: found suffix {out.suffix!r}, expected .parquet or .csv")
+    check_place(out, ExecutorError)
     from dataclasses import replace
 
     from profiler.plan import make_plan, read_plan

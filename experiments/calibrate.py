@@ -7,7 +7,6 @@ program is needed on the machine.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.document import Block, Bullets, Heading, Table, write_document
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
+from experiments.stage_files import read_json, write_json
 from experiments.validate import Settings, Validation
 from experiments.validate_report import as_dict, blocks, in_short
 
@@ -76,7 +76,7 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
     """Kernels against the reference in float64. One that is in use and fails stops everything."""
     file = out / "self_test.json"
     if file.exists():
-        return list(json.loads(file.read_text(encoding="utf-8")))
+        return list(read_json(file))
     from executor.self_test import self_test
 
     loaded = validation.live_side.loaded
@@ -91,15 +91,13 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
                 f"self-test: {check['kernel']} on {check['case']}: error {check['error']:.2e}, allowed "
                 f"{check['tolerance']:.2e}; nothing was measured (choose another with --attention or --kernels)"
             )
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps([_plain(check) for check in checks], indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_json(file, [_plain(check) for check in checks])
     return checks
 
 
 def write_report(result: Result, checks: list[dict[str, Any]], out: Path) -> list[Path]:
     """report.md, report.html and report.json: self-tests and ceilings, then the validation."""
-    ceilings = json.loads((out / "validation" / "ceilings.json").read_text(encoding="utf-8"))
+    ceilings = read_json(out / "validation" / "ceilings.json")
     story: list[Block] = [
         Heading(f"Calibration: {result.settings.engine.model} on {ceilings['device']}", 1),
         Bullets(in_short(result)),
@@ -128,7 +126,7 @@ def write_report(result: Result, checks: list[dict[str, Any]], out: Path) -> lis
     story += [replace(found[0], level=2) if isinstance(found[0], Heading) else found[0], *found[1:]]
     written = write_document(out, "report", story)
     content = {**as_dict(result), "self_test": [_plain(check) for check in checks], "ceilings": ceilings}
-    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "report.json", content)
     return written
 
 

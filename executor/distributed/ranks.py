@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from executor.distributed.links import BATCH, BYE, CALL, FAILURE, PING, PONG, RE
 from executor.distributed.plans import read_plan
 from executor.distributed.stage_worker import (
     COLUMNS,
+    SWITCH_S,
     Ran,
     Ready,
     ShardOrder,
@@ -74,6 +77,7 @@ class Ranks:
         self._threads: list[threading.Thread] = []
         self._others = list(range(1, layout.world))
         self._local_rank = 0
+        self._switch_s = sys.getswitchinterval()
         if dist.is_initialized():
             raise ExecutorError("this process has ranks already, and can have no others before they end")
         try:
@@ -95,6 +99,7 @@ class Ranks:
         else:
             store, self.children = launch.start_children(layout.world)
         self._store = store
+        sys.setswitchinterval(SWITCH_S)
         launch.meet(store, 0, layout.world, backend, self.children)
         self.frames = Frames(dist.new_group(backend="gloo"))
         for rank in self._others:
@@ -274,7 +279,7 @@ class Ranks:
         if ended:
             return RankError(f"{self.layout.name_of(ended[0][0])} {ended[0][1]}")
         rank = self._trouble[0].rank if self._trouble else 0
-        return RankError(f"{self.layout.name_of(rank)} is gone: {self._trouble[0].text.splitlines()[0][:200]}")
+        return RankError(f"{self.layout.name_of(rank)} is gone ({_plainly(self._trouble[0].text)})")
 
     # The end
 
@@ -304,6 +309,7 @@ class Ranks:
             self._queue.put(None)
         for thread in self._threads:
             thread.join(10.0 if not kill or self.children else 1.0)
+        sys.setswitchinterval(self._switch_s)
         if dist.is_initialized() and not any(thread.is_alive() for thread in self._threads):
             dist.destroy_process_group()
 
@@ -312,6 +318,11 @@ class Ranks:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close(kill=kind is not None)
+
+
+def _plainly(text: str) -> str:
+    """An error of the network's libraries without where in their source it was raised, and without advice."""
+    return re.sub(r"^\[[^]]*\]\s*", "", text.strip().splitlines()[0]).partition(". ")[0][:120]
 
 
 def _is_connection(text: str) -> bool:
