@@ -110,11 +110,10 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
-    file = Path(config.cost_model)
-    changed_ns = file.stat().st_mtime_ns if file.suffix and file.is_file() else 0
-    return _shared_cost(
-        model, gpu, config.cost_model, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
-    )
+    name, changed_ns = config.cost_model, 0
+    if name not in ("auto", "roofline") and (file := Path(name)).exists():
+        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+    return _shared_cost(model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link)
 
 
 @lru_cache(maxsize=16)
