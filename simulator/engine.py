@@ -113,7 +113,9 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
     name, changed_ns = config.cost_model, 0
     if name not in ("auto", "roofline") and (file := Path(name)).exists():
         name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
-    return _shared_cost(model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link)
+    return _shared_cost(
+        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+    )
 
 
 @lru_cache(maxsize=16)
