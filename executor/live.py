@@ -20,7 +20,7 @@ from executor.device_memory import choose_allocator, measure_use
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
-from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap
+from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap, moved_block_bytes
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
@@ -98,7 +98,9 @@ def replay_live(
     recorder = Recorder()
     rows = min(scheduler.max_num_seqs, len(trace), 256)
     most_tokens = min(scheduler.token_budget, int(trace.prompt_tokens.sum()))
-    cache = make_cache(config, loaded, scheduler.ledger.total_blocks, rows, most_tokens)
+    cache = make_cache(
+        config, loaded, scheduler.ledger.total_blocks, min(scheduler.max_num_seqs, len(trace)), most_tokens
+    )
     runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
     runner.host = make_host_cache(scheduler.swap, cache)
     names.texts = runner.texts
@@ -182,7 +184,7 @@ def _scheduler(
         ahead=config.ahead or None,
         prefix_caching=config.prefix_caching,
         names=names,
-        swap=make_swap(config, loaded.kv_bytes_per_token * config.block_size, costs),
+        swap=make_swap(config, moved_block_bytes(config, loaded), costs),
         admission=make_admission(config),
         **known,
     )
@@ -400,10 +402,17 @@ def _run_config(
 
 
 def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
-    facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
-    facts["kv_pool_bytes"] = runner.cache.num_bytes
+    cache = runner.cache
+    block_bytes = runner.loaded.kv_bytes_per_token * cache.block_size
+    if isinstance(cache, CompressedKVCache):
+        facts = memory_counts([scheduler], cache.packed_block_bytes)
+        facts["kv_packed_tokens"], facts["kv_pack_s"] = cache.sealed_tokens, cache.seal_ns / 1e9
+    else:
+        facts = memory_counts([scheduler], block_bytes)
+    facts["kv_pool_bytes"] = cache.num_bytes
     if runner.host is not None:
         times = runner.host.times
+        facts["swap_moved_bytes"] = times.bytes
         facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9
     return facts
 
