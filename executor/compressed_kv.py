@@ -163,6 +163,9 @@ class CompressedKVCache(KVCache):
     def read(self, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         used = table[: -(-tokens // self.block_size)].long().cpu()
         sealed = self._sealed[used]
+        whole_at = self._slot_of[used[~sealed]]
+        if bool((whole_at < 0).any()):
+            raise ExecutorError("a KV block was read that holds nothing")
         shape = (len(used), self.kv_heads, self.block_size, self.head_dim)
         pair = []
         for which in (0, 1):
@@ -170,7 +173,7 @@ class CompressedKVCache(KVCache):
             if bool(sealed.any()):
                 whole[sealed] = self._unpacked(used[sealed], layer, which)
             if not bool(sealed.all()):
-                whole[~sealed] = self.pool[layer, which, self._slot_of[used[~sealed]]]
+                whole[~sealed] = self.pool[layer, which, whole_at]
             pair.append(whole.transpose(0, 1).flatten(1, 2)[:, :tokens])
         return pair[0], pair[1]
 
