@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from policies.ledger import KVView
     from policies.queues import Queues
 
-WARM_STEPS = 1
+WARM_STEPS = 4
+"""Decodes of a point before its own step: with one, caches are colder than in a run and 15 decodes 3 to 8 % slower."""
 
 
 class Timing(NamedTuple):

@@ -14,6 +14,7 @@ import typer
 
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
+from executor.journal import Journal
 
 app = typer.Typer(
     name="executor",
@@ -193,12 +194,22 @@ def replay_command(
     _set_threads(settings.threads)
     loaded = load_for(settings, longest)
     stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
+    journal = None
+    if out is not None:
+        journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
+        if journal.kept is not None:
+            print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
     with _Progress(as_json) as bar:
-        run = replay_live(requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids)
+        run = replay_live(
+            requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids,
+            on_ended=journal.ended if journal is not None else None,
+        )  # fmt: skip
     run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
     run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
     if out is not None:
         run.write(out)
+        assert journal is not None
+        journal.remove()
     _print_run(run, out, as_json)
     if run.outcome.stopped_by:
         raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[run.outcome.stopped_by])

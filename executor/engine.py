@@ -102,7 +102,8 @@ class LiveEngine:
     """One scheduler and one runner in real time.
 
     sampling: row -> how it samples. pinned: outputs have the trace's lengths; otherwise they end at the declared limit
-    or at a stop id. inside(shape): whether a shape lies in a cost model's measured region (for the records only).
+    or at a stop id. on_ended: told of every request that has reached the engine and ended, however it did.
+    inside(shape): whether a shape lies in a cost model's measured region (for the records only).
     """
 
     def __init__(
@@ -121,12 +122,13 @@ class LiveEngine:
         progress: Progress | None = None,
         on_token: Callable[[int, int], None] | None = None,
         on_end: Callable[[int, Text], None] | None = None,
+        on_ended: Callable[[Track], None] | None = None,
         inside: Callable[[Any], bool] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
         self.trace, self.prompts, self.sampling = trace, prompts, sampling
         self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
-        self.inside, self.on_end = inside, on_end
+        self.inside, self.on_end, self.on_ended = inside, on_end, on_ended
         self.arrivals = Arrivals(trace, time_scale, at_once)
         self.outcome = Outcome()
         self._ahead = scheduler.depth > 1
@@ -349,6 +351,8 @@ class LiveEngine:
             track.request, 0, track.status, track.reason, track.delivered, track.admitted_ns, track.first_token_ns,
             track.finished_ns, track.preemptions, track.cached_total, track.segments,
         )  # fmt: skip
+        if self.on_ended is not None:
+            self.on_ended(track)
         self.arrivals.ended(row, track.finished_ns)
         if self.progress is not None:
             self.progress(len(self.trace) - self.arrivals.outstanding, len(self.trace))

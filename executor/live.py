@@ -24,7 +24,7 @@ from executor.memory import MeasuredCosts, make_admission, make_cache, make_host
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
-from policies import BatchShape, Ns, Policy, Scheduler, knobs_of, make_policy, make_scheduler
+from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
 from workloads.trace import Trace
@@ -64,6 +64,7 @@ def replay_live(
     prompts: Prompts | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    on_ended: Callable[[Track], None] | None = None,
     stop_ids: tuple[int, ...] = (),
     cost: CostModel | None = None,
     **options: Any,
@@ -72,7 +73,8 @@ def replay_live(
 
     options: fields of `LiveConfig`; a name that is none of them has to be a knob of the policy. loaded: a model that
     is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids. cost: what
-    iterations of this engine are expected to take, for policies that plan by time.
+    iterations of this engine are expected to take, for policies that plan by time. on_token(row, token) and
+    on_ended(track) are called while the run goes on.
 
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
@@ -127,6 +129,7 @@ def replay_live(
         on_token=on_token,
         inside=None if cost is None else cost.inside,
         on_end=on_end,
+        on_ended=on_ended,
     )
     _warm_up(runner)
     _measure_costs(runner, scheduler, costs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,10 @@ class AgainstResult:
     fed: dict[str, Fed | str]
     iterations: Iterations | None
     inside: float
+    simulated: RunTables | None = None
+    """The predicted run."""
+    runs: dict[str, RunTables] = field(default_factory=dict)
+    """Live run folders by name; none of another engine's log."""
 
 
 def validate_against(
@@ -109,7 +113,7 @@ def _against_ours(
         max_model_len=first["max_model_len"], block_size=first["block_size"],
         num_blocks=first["num_blocks"], watermark=first.get("live", {}).get("watermark"),
     )  # fmt: skip
-    comparisons = _compare(str(first["policy"]), trace, config, cost, [run.summary for run in runs], say)
+    comparisons, simulated = _compare(str(first["policy"]), trace, config, cost, [run.summary for run in runs], say)
     agreements, fed, residuals = {}, {}, []
     for run, path in zip(runs, paths):
         own = trace_of_run(run)
@@ -119,7 +123,7 @@ def _against_ours(
     iterations = Iterations.joined(residuals)
     return AgainstResult(
         f"{first['policy']}, {trace.name}", cost.name, cost.calibrated, comparisons, agreements, fed, iterations,
-        float(iterations.inside.mean()),
+        float(iterations.inside.mean()), simulated, {path.name: run for run, path in zip(runs, paths)},
     )  # fmt: skip
 
 
@@ -132,10 +136,11 @@ def _against_other(
     known = {key: value for key, value in options.items() if value is not None}
     policy = PolicyChoice.parse(str(known.pop("policy", "vllm_v1")))
     config = ReplayConfig(policy=policy.name, knobs=policy.knobs, model=model, gpu=gpu, **known)
-    comparisons = _compare(config.policy, other.trace, config, cost, [other.summary()], say)
+    comparisons, simulated = _compare(config.policy, other.trace, config, cost, [other.summary()], say)
     return AgainstResult(
-        f"{config.policy}, {other.trace.name}", cost.name, cost.calibrated, comparisons, {}, {}, None, float("nan")
-    )
+        f"{config.policy}, {other.trace.name}", cost.name, cost.calibrated, comparisons, {}, {}, None, float("nan"),
+        simulated,
+    )  # fmt: skip
 
 
 def _cost(cost_model: str, model: str, gpu: str | None, dtype: str) -> CostModel:
@@ -159,17 +164,19 @@ def _compare(
     cost: CostModel,
     live: Sequence[dict[str, Any]],
     say: Callable[[str], None],
-) -> list[Comparison]:
+) -> tuple[list[Comparison], RunTables]:
     from profiler.iteration_model import IterationModel
     from simulator import replay
 
     say(f"predict: {policy}, {len(trace)} requests")
-    simulated = replay(trace, config, cost=cost).summary
+    predicted = replay(trace, config, cost=cost)
+    simulated = predicted.summary
     draws = []
     if isinstance(cost, IterationModel):
         draws = [replay(trace, config, cost=cost.perturbed(seed)).summary for seed in range(ENSEMBLE)]
-    rows = compare(policy, float("nan"), simulated, draws, simulated, live)
-    return [replace(row, rescaled=float("nan")) for row in rows]
+    rows = compare(policy, float("nan"), simulated, draws, (), live)
+    predicted.tables.summary = simulated
+    return rows, predicted.tables
 
 
 def write_against(result: AgainstResult, out: Path) -> list[Path]:

@@ -70,8 +70,6 @@ def capacity(
     from experiments.prices import read_prices
 
     if report is not None:
-        if smallest:
-            raise ExperimentError("--report: found it beside --smallest, which has no table to explore")
         from metrics.html_report import require_plotly
 
         require_plotly()
@@ -86,7 +84,7 @@ def capacity(
     workload = _workload(trace, prompt, output)
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
-        _smallest(workload, axes, base, objective, chosen, prices, as_json, arrivals)
+        _smallest(workload, axes, base, objective, chosen, prices, as_json, arrivals, report)
         return
     from experiments.capacity_draws import draw_plan
     from experiments.capacity_study import find_capacities
@@ -225,6 +223,7 @@ def _smallest(
     prices: list[Price],
     as_json: bool,
     arrivals: str | None,
+    report: Path | None,
 ) -> None:
     from dataclasses import asdict
 
@@ -256,6 +255,8 @@ def _smallest(
                 for price in prices_for(prices, str(values.get("gpu", base["gpu"])))
             ]
         rows.append(row)
+    if report is not None:
+        _write_smallest_report(report, rows, objective, workload)
     if as_json:
         print(json.dumps({"objective": asdict(objective), "settings": rows}, indent=2))
         return
@@ -264,6 +265,39 @@ def _smallest(
         print(f"{row['setting']}: {_spoken_size(row)}")
         for price in row.get("prices", ()):
             print(f"  {price['amount']} for the trace; {price['price']}")
+
+
+def _write_smallest_report(
+    path: Path, rows: list[dict[str, Any]], objective: Any, workload: dict[str, Any]
+) -> None:
+    from metrics.html_report import RowTable, write_report
+
+    tried = [
+        {
+            "setting": row["setting"], "replicas": int(count), "devices": facts["devices"],
+            "gpu_seconds": facts["devices"] * facts["duration_s"], "holds": facts["holds"], **facts["tightness"],
+        }
+        for row in rows
+        for count, facts in row.get("tried", {}).items()
+    ]  # fmt: skip
+    sizes = [
+        {"setting": row["setting"], "replicas": row.get("replicas"), "devices": row.get("devices"),
+         "gpu_seconds": row.get("gpu_seconds"), "error": row["error"]}
+        for row in rows
+    ]  # fmt: skip
+    notes = [f"Objective: {objective.spoken()}.", f"Workload: {json.dumps(workload)}; every request is measured."]
+    notes += [f"{row['setting']}: {_spoken_size(row)}." for row in rows]
+    notes += [
+        f"{row['setting']}: {price['amount']} for the trace; {price['price']}."
+        for row in rows
+        for price in row.get("prices", ())
+    ]
+    tables = [
+        RowTable("Smallest clusters", sizes, ["setting"], "GPU-seconds are those of all devices, from first to last."),
+        RowTable("Sizes that were tried", tried, ["setting", "replicas"], "Statistic over bound; at most 1: met."),
+    ]
+    question = f"How few replicas serve the trace with {objective.spoken()}?"
+    write_report(path, question=question, tables=tables, notes=notes)
 
 
 def _spoken_size(row: dict[str, Any]) -> str:

@@ -69,6 +69,16 @@ def changed(probes: Sequence[Probe], noise: float) -> bool:
     return max(speeds) / min(speeds) - 1 > bound or max(abs(speed - 1) for speed in speeds) > bound
 
 
+def speed_around(probes: Sequence[Probe], name: str) -> float:
+    """What a live run paid, over what the model charges: the mean of the probes right before and right after it.
+
+    name: of the run, as in `when` of the probe before it; the last such probe counts, since an interrupted experiment
+    probes again. The median of all where there is none.
+    """
+    at = max((place for place, probe in enumerate(probes) if probe.when == f"before {name}"), default=None)
+    return typical_speed(probes) if at is None else float(np.mean([probe.mean_speed for probe in probes[at : at + 2]]))
+
+
 def typical_speed(probes: Sequence[Probe]) -> float:
     """What live runs between the probes paid, over what the model charges: the median of the means."""
     return float(np.median([probe.mean_speed for probe in probes])) if probes else 1.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.agreement import Agreement, agreement, scheduler_of
-from experiments.drift import Probe, typical_speed
+from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
@@ -220,7 +220,7 @@ class Validation:
                 write_json(ensemble, {"summaries": draws})
 
     def serve(self, capacity: float, model: IterationModel, plan: MeasurementPlan) -> None:
-        """Live runs, repeat by repeat through all policies, so that a slow hour hits them alike; probes in between."""
+        """Live runs, repeat by repeat through all policies: a slow hour hits them alike. A probe before each."""
         turns = [
             (repeat, load, policy)
             for repeat in range(self.settings.repeats)
@@ -230,8 +230,7 @@ class Validation:
         todo = [turn for turn in turns if not self._live_folder(*turn).exists()]
         blocks = int(read_json(self.out / "capacity.json")["num_blocks"])
         for number, (repeat, load, policy) in enumerate(todo):
-            if number == 0 or todo[number - 1][0] != repeat:
-                self._probe(model, plan, f"before repeat {repeat + 1}")
+            self._probe(model, plan, f"before {_turn(policy, load, repeat)}")
             trace = self._at(capacity, load)
             spans = float(trace.arrival_ns[-1]) / 1e9
             self.say(
@@ -251,7 +250,6 @@ class Validation:
             self.settings, self.trace.name, len(self.trace), capacity, model, self._probes(), [], [], {}, {},
             Iterations(*(np.zeros(0) for _ in range(6))), 0, {},
         )  # fmt: skip
-        speed = typical_speed(result.probes)
         residuals = []
         for load in self.settings.loads:
             trace = self._at(capacity, load)
@@ -259,23 +257,25 @@ class Validation:
                 folder = self._folder(load) / "simulated" / file_name(policy.label)
                 predicted = read_run(folder)
                 draws = read_json(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
-                rescaled = self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary
-                runs, at_live_speed = [], []
+                runs, at_probed_speed, at_live_speed = [], [], []
                 for repeat in range(self.settings.repeats):
                     run = read_run(self._live_folder(repeat, load, policy))
-                    name = f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
+                    name = _turn(policy, load, repeat)
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
-                    own = type(model)(model.fit, speed=residuals[-1].slowness)
-                    at_live_speed.append(self._simulate(trace, policy, own).summary)
+                    for speed, found in (
+                        (speed_around(result.probes, name), at_probed_speed),
+                        (residuals[-1].slowness, at_live_speed),
+                    ):
+                        found.append(self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary)
                     result.lost += len(trace) - run.rows("requests")
                     for status in run.column("requests", "status").tolist():
                         result.ends[status] = result.ends.get(status, 0) + 1
                     runs.append(run)
                 summaries = [run.summary or summarise(run) for run in runs]
                 result.comparisons += compare(
-                    policy.label, load, predicted.summary, draws, rescaled, summaries, at_live_speed
+                    policy.label, load, predicted.summary, draws, at_probed_speed, summaries, at_live_speed
                 )
                 result.simulated[load, policy.label], result.live[load, policy.label] = predicted, runs
         result.iterations = Iterations.joined(residuals)
@@ -393,3 +393,8 @@ def settings_from(values: dict[str, Any]) -> Settings:
     names = [key for key in ("policies", "rows", "loads", "bounds") if values.get(key) is not None]
     plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in names}
     return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})
+
+
+def _turn(policy: PolicyChoice, load: float, repeat: int) -> str:
+    """A live run's name in the report and in the probes."""
+    return f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"

@@ -67,12 +67,20 @@ def validate(
     out: Annotated[
         Path | None, typer.Option(help="Folder; runs/validate-TRACE by default. The same one goes on.")
     ] = None,
+    explore: Annotated[
+        Path | None,
+        typer.Option("--report", help="Also write one HTML file with timelines and requests to explore."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Hold predictions beside live runs, and say how far they can be trusted."""
+    if explore is not None:
+        from metrics.html_report import require_plotly
+
+        require_plotly()
     if against:
         _against(
-            against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", as_json,
+            against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", explore, as_json,
             {
                 "policy": policies if "," not in policies else None, "block_size": block_size, "num_blocks": num_blocks,
                 "max_num_seqs": max_num_seqs, "token_budget": token_budget,
@@ -100,6 +108,10 @@ def validate(
     say = Say(as_json)
     result = Validation(settings, target, profile=profile, say=say).run()
     written = write_report(result, target)
+    if explore is not None:
+        from experiments.validate_explore import write_explorable
+
+        write_explorable(explore, result)
     if as_json:
         print(json.dumps(as_dict(result), indent=2))
         return
@@ -110,7 +122,7 @@ def validate(
 
 def _against(
     references: list[Path], cost_model: str | None, profile: Path | None, gpu: str | None, model: str, out: Path,
-    as_json: bool, options: dict[str, Any],
+    explore: Path | None, as_json: bool, options: dict[str, Any],
 ) -> None:  # fmt: skip
     from experiments.against import against_short, validate_against, write_against
     from metrics.run_folder import json_ready
@@ -121,6 +133,10 @@ def _against(
         references, cost_model=cost_model or "auto", gpu=gpu, model=model, options=options, say=Say(as_json)
     )
     written = write_against(result, out)
+    if explore is not None:
+        from experiments.validate_explore import write_explorable_against
+
+        write_explorable_against(explore, result)
     if as_json:
         rows = [row.as_dict() for row in result.comparisons]
         print(json.dumps({"in_short": against_short(result), "comparisons": json_ready(rows)}, indent=2))

@@ -37,9 +37,9 @@ WITHIN_AIM, WITHIN_SPREAD, OUTSIDE = "within aim", "within spread", "outside"
 class Comparison:
     """One statistic of one policy at one load. low, high: the prediction's interval, from an ensemble of cost models.
     live: mean of the repeats; live_low, live_high: their range. rescaled: the prediction at the speed that the drift
-    probes found while the live runs were going on. at_live_speed: the error that is left, on average over the repeats,
-    when each is predicted at the speed that its own iterations had: no prediction any more, but it tells a wrong level
-    of the costs from everything else."""
+    probes found right before and after each live run, mean of the repeats. at_live_speed: the error that is left, on
+    average over the repeats, when each is predicted at the speed that its own iterations had: no prediction any more,
+    but it tells a wrong level of the costs from everything else."""
 
     policy: str
     load: float
@@ -72,11 +72,19 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Empty where nothing is aimed at."""
-        if self.aim is None:
+        return self._judged(self.error)
+
+    @property
+    def rescaled_verdict(self) -> str:
+        """The same for the prediction at the probed speed."""
+        return self._judged(self.rescaled_error)
+
+    def _judged(self, error: float) -> str:
+        if self.aim is None or error != error:
             return ""
-        if abs(self.error) <= self.aim:
+        if abs(error) <= self.aim:
             return WITHIN_AIM
-        return WITHIN_SPREAD if abs(self.error) <= self.spread else OUTSIDE
+        return WITHIN_SPREAD if abs(error) <= self.spread else OUTSIDE
 
     def as_dict(self) -> dict[str, Any]:
         derived = {"error": self.error, "spread": self.spread, "verdict": self.verdict}
@@ -88,12 +96,13 @@ def compare(
     load: float,
     simulated: Summary,
     ensemble: Sequence[Summary],
-    rescaled: Summary,
+    at_probed_speed: Sequence[Summary],
     live: Sequence[Summary],
     at_live_speed: Sequence[Summary] = (),
     statistics: Sequence[str] = STATISTICS,
 ) -> list[Comparison]:
-    """Every statistic that both worlds have. at_live_speed: one simulated summary per live one, or none."""
+    """Every statistic that both worlds have. at_probed_speed, at_live_speed: one simulated summary per live one, or
+    none."""
     found = []
     for statistic in statistics:
         values = [float(run[statistic]) for run in live if _number(run.get(statistic))]
@@ -104,6 +113,7 @@ def compare(
         aim = AIMS.get(statistic)
         if statistic == "ttft_s_mean" and load > TTFT_UP_TO + 1e-9:
             aim = None
+        probed = [float(run[statistic]) for run in at_probed_speed]
         left = [
             float(one[statistic]) / float(run[statistic]) - 1
             for one, run in zip(at_live_speed, live)
@@ -112,7 +122,8 @@ def compare(
         found.append(
             Comparison(
                 policy, load, statistic, float(simulated[statistic]), float(low), float(high), float(np.mean(values)),
-                min(values), max(values), float(rescaled[statistic]), float(np.mean(left)) if left else float("nan"),
+                min(values), max(values), float(np.mean(probed)) if probed else float("nan"),
+                float(np.mean(left)) if left else float("nan"),
                 len(values), aim,
             )
         )  # fmt: skip

@@ -112,6 +112,13 @@ def in_short(result: Result) -> list[str]:
         "within "
         f"the live repeats' own spread, {by_verdict[OUTSIDE]} outside.",
     ]
+    probed = [row.rescaled_verdict for row in aimed]
+    if any(probed):
+        found.append(
+            "The same at the speed that the probes right before and after each live run found: "
+            f"{probed.count(WITHIN_AIM)} within the aim, {probed.count(WITHIN_SPREAD)} more within the spread, "
+            f"{probed.count(OUTSIDE)} outside."
+        )
     left = [abs(row.at_live_speed) for row in aimed if row.at_live_speed == row.at_live_speed]
     if left:
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -217,3 +218,30 @@ def test_invalid_marks_only_rows_with_nan() -> None:
 def test_config_names_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="unknown key 'chunks'"):
         LiveConfig.from_dict({"chunks": 3})
+
+
+def test_a_killed_run_leaves_what_had_ended_and_no_half_folder(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,20,5\n0.0,12,9\n900.0,5,5\n", encoding="utf-8")
+    command = [sys.executable, "-m", "executor", "replay", str(trace), "--model", "nano", "--threads", "1"]
+    out = tmp_path / "run"
+    journal = tmp_path / "run.unfinished.jsonl"
+    process = subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not journal.exists() or len(journal.read_text().splitlines()) < 3):
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not out.exists()
+    about, *ended = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert about["requests"] == 3
+    assert sorted((line["request"], line["status"], line["output_tokens"]) for line in ended) == [
+        (0, "finished", 5), (1, "finished", 9),
+    ]  # fmt: skip
+    # The next run keeps it under another name, and leaves none of its own.
+    again = subprocess.run(
+        [*command, "--out", str(out), "--limit", "2"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert "run.unfinished.1.jsonl" in again.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.unfinished.1.jsonl", "trace.csv"]

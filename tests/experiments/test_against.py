@@ -12,6 +12,7 @@ import pytest
 from experiments.against import trace_of_run, validate_against
 from experiments.errors import ExperimentError
 from experiments.other_runs import read_other_run
+from experiments.validate_explore import write_explorable_against
 from workloads import Trace
 
 BENCH = {
@@ -100,3 +101,5 @@ def test_a_run_folder_is_planned_again_batch_by_batch(tmp_path: Path) -> None:
     assert fed.exact
     assert result.iterations is not None
     assert len(result.iterations.measured_s) == fed.iterations
+    explored = write_explorable_against(tmp_path / "explore.html", result).read_text()
+    assert '"label": "predicted"' in explored or '"label":"predicted"' in explored

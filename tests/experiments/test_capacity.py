@@ -195,3 +195,19 @@ def test_draws_are_made_long_enough_to_see_a_queue_that_never_ends() -> None:
     assert objective.span_s() == pytest.approx(12)
     # As many requests as arrive in 12 s at saturation; at capacity they take a little longer.
     assert 12 <= study.draws["requests"] / study.settings[0].rate < 20
+
+
+def test_the_report_of_the_smallest_cluster_holds_every_size_that_was_tried(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    from typer.testing import CliRunner
+
+    from experiments.__main__ import build
+
+    page = tmp_path / "smallest.html"
+    done = CliRunner().invoke(
+        build(),
+        ["capacity", "examples/trace.csv", "--gpus", "a100", "--smallest", "--engine", "local", "--report", str(page)],
+    )
+    assert done.exit_code == 0, done.output
+    assert "Sizes that were tried" in page.read_text()
+    assert "a100: 2 replicas" in page.read_text()

@@ -12,11 +12,13 @@ import torch
 
 from experiments.agreement import agreement, scheduler_of
 from experiments.document import Heading, Table, Text, as_html, as_markdown
+from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
 from experiments.measured_times import Fed
 from experiments.validate import Settings, Validation, settings_from
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
+from experiments.validate_explore import write_explorable
 from experiments.validate_report import write_report
 from workloads import Trace, write_trace
 
@@ -65,6 +67,9 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
     assert 'src="http' not in page  # one file, no outside requests
     assert "data:image/png;base64" in page
     assert json.loads((out / "report.json").read_text())["lost"] == 0
+    assert len(result.probes) == len(POLICIES) + 1  # before each live run and after the last
+    explored = write_explorable(tmp_path / "explore.html", result).read_text()
+    assert all(f"{policy} predicted" in explored and f"{policy} live" in explored for _, policy in result.simulated)
     # Started again, nothing is measured or run a second time.
     live = sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet"))
     again: list[str] = []
@@ -73,6 +78,19 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet")) == live
     with pytest.raises(ExperimentError, match="another loads"):
         Validation(replace(settings, loads=(0.9,)), out)
+
+
+def test_a_live_run_is_rescaled_by_the_probes_on_its_two_sides() -> None:
+    probes = [
+        Probe(when, float(at), speed, speed, 1.0)
+        for at, (when, speed) in enumerate(
+            [("before a", 9.0), ("before a", 1.0), ("before b", 2.0), ("after the last run", 4.0)]
+        )
+    ]  # the first belongs to a run that was interrupted
+    assert speed_around(probes, "a") == 1.5
+    assert speed_around(probes, "b") == 3.0
+    assert speed_around(probes, "of an older folder") == 3.0  # the median of all
+    assert speed_around([], "a") == 1.0
 
 
 def test_a_live_run_with_preemptions_and_a_prefix_cache_is_planned_again_exactly() -> None:
@@ -140,7 +158,7 @@ def test_only_policies_whose_repeats_do_not_overlap_are_ranked() -> None:
 def test_ttft_is_aimed_at_only_up_to_sixty_per_cent_load() -> None:
     summary = {"ttft_s_mean": 1.0, "tpot_s_mean": 1.0}
     for load, aim in ((0.6, 0.05), (0.9, None)):
-        rows = {r.statistic: r for r in compare("a", load, summary, [], summary, [summary, summary])}
+        rows = {r.statistic: r for r in compare("a", load, summary, [], [], [summary, summary])}
         assert rows["ttft_s_mean"].aim == aim
         assert rows["tpot_s_mean"].aim == 0.03
 
