@@ -22,6 +22,7 @@ from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
 from executor.model import Model
 from executor.step import Step
+from policies import BatchShape
 
 if TYPE_CHECKING:
     from executor.loading import Loaded
@@ -55,6 +56,9 @@ class CudaCapture:
     def replay(self) -> None:
         self._graph.replay()
 
+
+MOST_BYTES = 2 << 30
+"""Memory that the graphs of a run may take, if nobody says otherwise."""
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
@@ -103,6 +107,13 @@ class Buckets:
             blocks=self.blocks,
         )
 
+    def of_shape(self, shape: BatchShape) -> Sizes | None:
+        """The captured sizes for batches of this shape, whatever their contexts."""
+        prefill, chunks = sum([tokens for tokens, _ in shape.chunks]), len(shape.chunks)
+        return self.fit(
+            Sizes(shape.rows, prefill, shape.decodes, chunks, chunks, self.tile, shape.sampled, self.blocks)
+        )
+
     def decode_sizes(self) -> list[Sizes]:
         """The decode-only buckets, largest first."""
         exact = [Sizes(n, 0, n, 0, 0, self.tile, n, self.blocks) for n in reversed(self.decodes)]
@@ -146,7 +157,7 @@ class GraphedModel:
         cache: KVCache,
         buckets: Buckets,
         *,
-        most_bytes: int = 2 << 30,
+        most_bytes: int = MOST_BYTES,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         for part in (model.kernels, model.attention):
@@ -163,6 +174,14 @@ class GraphedModel:
         for each in self.buckets.decode_sizes() if sizes is None else sizes:
             if each not in self._graphs:
                 self._capture(each)
+
+    def warm_for(self, shapes: Iterable[BatchShape]) -> None:
+        """Capture what batches of these shapes run through, largest first, as long as the memory for graphs lasts."""
+        wanted = {self.buckets.of_shape(shape) for shape in shapes} - {None}
+        for sizes in sorted(wanted, key=lambda each: each.rows, reverse=True):  # type: ignore[union-attr]
+            if self.counts.bytes >= self.most_bytes:
+                return
+            self.warm([sizes])  # type: ignore[list-item]
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, step: Step, cache: KVCache) -> Tensor:

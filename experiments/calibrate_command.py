@@ -30,6 +30,10 @@ def calibrate_command(
     dtype: Annotated[str, typer.Option(help="Weights; auto is float32 on a CPU.")] = "auto",
     kernels: Annotated[str, typer.Option(help="Kernel set.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
+    graphs: Annotated[str, typer.Option(help="CUDA graphs: auto, on or off.")] = "auto",
+    streams: Annotated[bool, typer.Option("--streams/--one-stream", help="Two streams (triton on CUDA).")] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Ranges for a profiler's timeline (CUDA).")] = False,
+    allocator: Annotated[str, typer.Option(help="On CUDA: default, expandable or async.")] = "default",
     threads: Annotated[int | None, typer.Option(help="Threads of a CPU; one by default, 0 for PyTorch's own.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
@@ -49,7 +53,8 @@ def calibrate_command(
         threads = 1 if place == "cpu" else 0
     what = Calibration(
         engine=EngineChoice(
-            model=model, device=place, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
+            model=model, device=place, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
+            streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None,
             block_size=block_size, max_num_seqs=max_num_seqs, seed=seed,
         ),
         policies=tuple(part for part in policies.split(",") if part.strip()),

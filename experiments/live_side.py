@@ -52,6 +52,10 @@ class EngineChoice:
     kv_dtype: str = "auto"
     kernels: str = "auto"
     attention: str = "auto"
+    graphs: str = "auto"
+    streams: bool = False
+    nvtx: bool = False
+    allocator: str = "default"
     threads: int | None = None
     block_size: int = 16
     max_num_seqs: int = 32
@@ -82,7 +86,8 @@ class LiveSide:
             self._loaded = load_for(
                 LiveConfig(
                     model=choice.model, device=choice.device, dtype=choice.dtype, kv_dtype=choice.kv_dtype,
-                    kernels=choice.kernels, attention=choice.attention, seed=choice.seed,
+                    kernels=choice.kernels, attention=choice.attention, seed=choice.seed, graphs=choice.graphs,
+                    streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator, block_size=choice.block_size,
                 ),
                 self._most_length,
             )  # fmt: skip
@@ -111,6 +116,7 @@ class LiveSide:
             policy=policy.name, knobs=policy.knobs, model=choice.model, device=choice.device, dtype=choice.dtype,
             kv_dtype=choice.kv_dtype, kernels=choice.kernels, attention=choice.attention, threads=choice.threads,
             block_size=choice.block_size, max_num_seqs=choice.max_num_seqs, token_budget=choice.token_budget,
+            graphs=choice.graphs, streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator,
             max_model_len=self.max_model_len, num_blocks=num_blocks, seed=choice.seed, as_fast_as_possible=at_once,
         )  # fmt: skip
         run = replay_live(trace, config, loaded=self.loaded, cost=cost, progress=progress)
@@ -137,12 +143,13 @@ class LiveSide:
             self._rig = BatchRig(
                 self.loaded, most_tokens=needed.most_tokens, longest=needed.longest, block_size=self.choice.block_size
             )
+            self._rig.warm(points)
         return take_probe(self._rig, points, fit, when, began)
 
     def ceilings(self) -> tuple[Any, str]:
         """What the device can do at most (`executor.ceilings`), and the same as a hardware table."""
         from executor.ceilings import measure_ceilings
-        from executor.live import free_memory_bytes
+        from executor.device_memory import free_memory_bytes
 
         found = measure_ceilings(self.loaded.device, self.loaded.dtype)
         return found, hardware_table(found, free_memory_bytes(self.loaded.device))

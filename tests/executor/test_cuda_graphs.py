@@ -204,3 +204,37 @@ def test_graphs_are_asked_for_in_words() -> None:
     with pytest.raises(ExecutorError, match="CUDA graphs need a CUDA device"):
         graphs_for(wanted, pool_for(step), 100)
     assert graphs_for(loaded(), pool_for(step), 100) is None
+
+
+def test_measured_batches_run_through_graphs_that_were_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from executor import runner
+    from executor.batch_rig import BatchRig
+    from executor.profile_rows import iteration_rows
+    from policies import BatchShape
+    from profiler.plan import Point
+
+    buckets = Buckets(blocks=40, decodes=(1, 2, 4, 8), chunk_rows=96, tile=16, chunks=3)
+    monkeypatch.setattr(
+        runner,
+        "graphs_for",
+        lambda model, cache, longest: GraphedModel(model.model, cache, buckets, new_capture=RecordedGraph),
+    )
+    rig = BatchRig(loaded(), most_tokens=2000, longest=300)
+    points = [
+        Point(BatchShape(((20, 60),), 3, 300, 120, 0, 4), "visited"), Point(BatchShape((), 3, 90, 40, 0, 3), "visited"),
+        Point(BatchShape(((200, 0),), 0, 0, 0, 0, 1), "visited"),
+    ]  # fmt: skip
+    rig.warm(points)
+    graphs = rig.runner.graphs
+    assert graphs is not None
+    assert graphs.counts.captured == 2, "200 rows are beyond any bucket"
+    timings = [rig.measure(point) for point in points]
+    assert [timing.executed_rows for timing in timings] == [36, 4, 0]
+    assert [timing.shape for timing in timings] == [point.shape for point in points]
+    assert graphs.counts.captured == 3, "the step in which the decodes join has a bucket too, outside of what is measured"
+    entries = [
+        {"key": (0, number, 0), "shape": timing.shape, "before_ns": 1, "device_ns": 1, "after_ns": 1, "cpu_ns": 1,
+         "wall_ns": 1, "at_s": 0.0, "executed_rows": timing.executed_rows}
+        for number, timing in enumerate(timings)
+    ]  # fmt: skip
+    assert [row["rows"] for row in iteration_rows(entries, loaded())] == [36, 4, 200]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache as once
 
 import numpy as np
-import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from executor.block_names import TextNames
 from executor.compressed_kv import CompressedKVCache
