@@ -55,6 +55,12 @@ Streams = Annotated[
 ]
 Nvtx = Annotated[bool, _option("--nvtx", "Name passes and operators in a profiler's timeline (CUDA).", _ENGINE)]
 Threads = Annotated[int | None, _option("--threads", "Threads of the model; PyTorch's own number by default.", _ENGINE)]
+TP = Annotated[int, _option("--tp", "Ranks over which every layer is split; a process each.", _ENGINE)]
+PP = Annotated[int, _option("--pp", "Pipeline stages; a process each.", _ENGINE)]
+LayerSplit = Annotated[str | None, _option("--layer-split", "Layers of each stage, as 20,12.", _ENGINE)]
+ChaseChunks = Annotated[
+    bool, _option("--chase-chunks", "A prompt's next chunk may follow its last one through the stages.", _ENGINE)
+]
 Trim = Annotated[
     bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
 ]
@@ -67,7 +73,7 @@ NumBlocks = Annotated[
 ]
 MemoryShare = Annotated[
     float | None,
-    _option("--memory-share", "KV pool: most of a CPU's free memory (0.5), or of all a GPU's that is used (0.9).", _MEMORY),
+    _option("--memory-share", "KV pool: most of a CPU's free memory (0.5), or share of a GPU in use (0.9).", _MEMORY),
 ]
 Watermark = Annotated[float | None, _option("--watermark", "Share of blocks that admission leaves free.", _MEMORY)]
 Poison = Annotated[bool, _option("--poison", "Fill freed blocks with NaN (a check of the engine).", _MEMORY)]
@@ -146,6 +152,10 @@ def replay_command(
     nvtx: Nvtx = False,
     allocator: Allocator = "default",
     threads: Threads = None,
+    tp: TP = 1,
+    pp: PP = 1,
+    layer_split: LayerSplit = None,
+    chase_chunks: ChaseChunks = False,
     trim_last_layer: Trim = True,
     max_model_len: MaxModelLen = None,
     block_size: BlockSize = 16,
@@ -190,7 +200,15 @@ def replay_command(
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)
+    if isinstance(values.get("layer_split"), str):
+        from profiler.layer_split import parse_split
+
+        values["layer_split"] = parse_split(values["layer_split"])
     settings = LiveConfig.from_dict({**values, "knobs": knobs})
+    if settings.tp * settings.pp > 1:
+        from executor.distributed.worker import serve_if_not_rank_0
+
+        serve_if_not_rank_0()
     _refuse_early(settings, out)
     requests = _read_trace(trace or reading["trace"], reading, settings.seed)
     for note in () if as_json else requests.notes:
@@ -201,18 +219,18 @@ def replay_command(
     head = requests if settings.limit is None else requests.head(settings.limit)
     longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
     _set_threads(settings.threads)
-    loaded = load_for(settings, longest)
-    stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
-    journal = None
-    if out is not None:
-        journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
-        if journal.kept is not None:
-            print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
-    with _Progress(as_json) as bar:
-        run = replay_live(
-            requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids,
-            on_ended=journal.ended if journal is not None else None,
-        )  # fmt: skip
+    with load_for(settings, longest) as loaded:
+        stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
+        journal = None
+        if out is not None:
+            journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
+            if journal.kept is not None:
+                print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
+        with _Progress(as_json) as bar:
+            run = replay_live(
+                requests, settings, loaded=loaded, progress=bar.update, stop_ids=stop_ids,
+                on_ended=journal.ended if journal is not None else None,
+            )  # fmt: skip
     run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
     run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
     if out is not None:

@@ -96,7 +96,7 @@ def profile_command(
         LiveConfig(
             model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention, seed=seed,
             graphs=graphs, streams=streams, nvtx=nvtx, allocator=allocator, block_size=block_size,
-        ),  # fmt: skip
+        ),
         planned.longest + 8,
     )
     profile = measure_plan(

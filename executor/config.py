@@ -20,12 +20,15 @@ class LiveConfig:
     time_scale: the trace's arrival times are multiplied by it. as_fast_as_possible: all requests arrive at once.
     ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
     temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
-    graphs: CUDA graphs: auto (on CUDA where they can be), on, off. streams: a mixed batch's two attention launches side by
-        side (attention triton on CUDA). nvtx: name passes and operators in a profiler's timeline. allocator: of PyTorch on CUDA: default, expandable
-        (segments), async (cudaMallocAsync).
+    graphs: CUDA graphs: auto (on CUDA where they can be), on, off. streams: a mixed batch's two attention launches side
+        by side (attention triton on CUDA). nvtx: name passes and operators in a profiler's timeline. allocator: of
+        PyTorch on CUDA: default, expandable (segments), async (cudaMallocAsync).
     poison: fill freed KV blocks with NaN (a check, not for measurements).
     prefix_caching: share the KV blocks of texts that agree from their beginning. preemption, swap_gib, swap_page_mib,
         ladder, trouble_from, plain_tokens, risk, max_wait_s: as in a simulated run.
+    tp, pp: ranks over which every layer is split, and stages of layers: one process each (executor.distributed).
+    layer_split: layers of each stage, even by default. chase_chunks: in a pipeline a prompt's next chunk may follow its
+        last one.
     kv_compression: keys and values older than kv_window tokens packed, as kivi4 or delta8 (coding and bits); the block
         is the group that is packed together.
     """
@@ -75,12 +78,19 @@ class LiveConfig:
     max_wait_s: float = 60.0
     kv_compression: str | None = None
     kv_window: int = 128
+    tp: int = 1
+    pp: int = 1
+    layer_split: tuple[int, ...] | None = None
+    chase_chunks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ExecutorError(f"{_flag(name)}: found {value}, expected at least 1")
+        for flag, ranks in (("--tp", self.tp), ("--pp", self.pp)):
+            if ranks < 1:
+                raise ExecutorError(f"{flag}: found {ranks}, expected at least 1")
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ExecutorError(f"--memory-share: found {self.memory_share:g}, expected above 0 and at most 1")
         if self.watermark is not None and not 0 <= self.watermark < 1:
@@ -100,12 +110,12 @@ class LiveConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> LiveConfig:
         """A config from plain data; an unknown key is an error that names the known ones."""
         known = {entry.name for entry in fields(cls)}
-        cleaned = {}
+        cleaned: dict[str, Any] = {}
         for key, value in values.items():
             name = key.replace("-", "_")
             if name not in known:
                 raise ExecutorError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            cleaned[name] = value
+            cleaned[name] = tuple(value) if name == "layer_split" and value is not None else value
         return cls(**cleaned)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.errors import ExecutorError
-from executor.weights import Weights, assemble, check_executable
+from executor.weights import Weights, assemble, check_executable, random_names
 from profiler.model_spec import ModelSpec
 
 Floats = NDArray[np.float32]
@@ -173,19 +173,22 @@ class GgufFile:
 
     def weights(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
         check_executable(spec)
-        heads_of = {"attn_q": spec.heads, "attn_k": spec.kv_heads}
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            ours = _gguf_name(name)
-            array = self.array(ours)
-            if array.shape != shape:
-                raise ExecutorError(f"{self.path}: tensor {ours}: found shape {array.shape}, expected {shape}")
-            part = ours.split(".")[-2]
-            if part in heads_of:
-                array = _half_split(array, heads_of[part])
-            return torch.from_numpy(np.array(array, order="C")).to(device, dtype)
+            return self.tensor(name, shape, spec).to(device, dtype)
 
-        return assemble(spec, take, set() if spec.tied_embeddings else {"lm_head.weight"})
+        return assemble(spec, take, random_names(spec))
+
+    def tensor(self, name: str, shape: tuple[int, ...], spec: ModelSpec) -> Tensor:
+        """A tensor by its Hugging Face name, in float32, in the row order of Hugging Face weights."""
+        ours = _gguf_name(name)
+        array = self.array(ours)
+        if array.shape != shape:
+            raise ExecutorError(f"{self.path}: tensor {ours}: found shape {array.shape}, expected {shape}")
+        heads = {"attn_q": spec.heads, "attn_k": spec.kv_heads}.get(ours.split(".")[-2])
+        if heads is not None:
+            array = _half_split(array, heads)
+        return torch.from_numpy(np.array(array, order="C"))
 
 
 def _half_split(array: Floats, heads: int) -> Floats:

@@ -91,8 +91,13 @@ def replay_live(
     policy = make_policy(config.policy, config.knobs)
     longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())
     if loaded is None:
-        loaded = load_for(config, longest)
+        with load_for(config, longest) as loaded:
+            return replay_live(
+                trace, config, loaded=loaded, prompts=prompts, progress=progress, on_token=on_token,
+                on_ended=on_ended, stop_ids=stop_ids, cost=cost,
+            )  # fmt: skip
     max_model_len = min(longest, loaded.max_tokens)
+    devices = devices_of(loaded)
     costs = MeasuredCosts()
     names = TextNames()
     scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost, costs, names)
@@ -103,11 +108,7 @@ def replay_live(
     recorder = Recorder()
     rows = min(scheduler.max_num_seqs, len(trace), 256)
     most_tokens = min(scheduler.token_budget, int(trace.prompt_tokens.sum()))
-    cache = make_cache(
-        config, loaded, scheduler.ledger.total_blocks, min(scheduler.max_num_seqs, len(trace)), most_tokens
-    )
-    runner = Runner(loaded, cache, scheduler.ledger, max_model_len, rows=rows, poison=config.poison)
-    runner.host = make_host_cache(scheduler.swap, cache)
+    runner = devices.make_runner(config, scheduler, max_model_len, rows, most_tokens)
     names.texts = runner.texts
     said = prompts or _prompts(config, trace, loaded)
     conversations = Conversations(trace, said) if prompts is None and keeps_history(trace) else None
@@ -117,7 +118,7 @@ def replay_live(
         if conversations is not None:
             conversations.ended(row, text.ids[: text.length])
 
-    engine = LiveEngine(
+    engine = devices.make_engine(
         scheduler,
         runner,
         recorder,
@@ -134,19 +135,62 @@ def replay_live(
         on_end=on_end,
         on_ended=on_ended,
     )
-    warm_up(runner)
-    measure_costs(runner, scheduler, costs)
+    devices.make_ready(runner, scheduler, costs)
     gc.collect()
     gc.freeze()  # what is alive now stays: collections during the run need not walk it
     try:
         outcome = engine.run()
     finally:
         gc.unfreeze()
-    return _finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len)
+    facts = devices.after(engine)
+    return _finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len, facts)
+
+
+class OneRank:
+    """A model on one device: how `replay_live` makes its runner and engine. `executor.distributed` has its twin."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+
+    def make_runner(
+        self, config: LiveConfig, scheduler: Scheduler, longest: int, rows: int, most_tokens: int
+    ) -> Runner:
+        """With the KV pool of the run. rows: requests at once; most_tokens: of one batch."""
+        cache = make_cache(config, self.loaded, scheduler.ledger.total_blocks, rows, most_tokens)
+        runner = Runner(self.loaded, cache, scheduler.ledger, longest, rows=rows, poison=config.poison)
+        runner.host = make_host_cache(scheduler.swap, cache)
+        return runner
+
+    def make_engine(self, *arguments: Any, **options: Any) -> LiveEngine:
+        return LiveEngine(*arguments, **options)
+
+    def make_ready(self, runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
+        """Whatever has to be done before time counts."""
+        warm_up(runner)
+        measure_costs(runner, scheduler, costs)
+
+    def after(self, engine: LiveEngine) -> dict[str, Any]:
+        """What the run folder says beyond a single device's run."""
+        return {}
+
+
+def devices_of(loaded: Loaded) -> OneRank:
+    if not loaded.is_sharded:
+        return OneRank(loaded)
+    from executor.distributed.replay import ManyRanks
+
+    return ManyRanks(loaded)
 
 
 def load_for(config: LiveConfig, longest: int) -> Loaded:
-    """The model that a config names, for contexts up to `longest` (or as far as the model reaches)."""
+    """The model that a config names, for contexts up to `longest` (or as far as the model reaches).
+
+    A context manager: with several ranks (`tp`, `pp`) leaving it ends the others.
+    """
+    if config.tp * config.pp > 1:
+        from executor.distributed import load_sharded
+
+        return load_sharded(config, longest)
     choose_allocator(config.allocator)
     loaded = load_model(
         config.model,
@@ -208,6 +252,8 @@ def _scheduler(
         names=names,
         swap=make_swap(config, moved_block_bytes(config, loaded), costs),
         admission=make_admission(config),
+        micro_batches=config.pp,
+        chase_chunks=config.chase_chunks,
         **known,
     )
 
@@ -239,11 +285,12 @@ def _finish(
     recorder: Any,
     outcome: Outcome,
     max_model_len: int,
+    facts: Mapping[str, Any],
 ) -> LiveRun:
     from metrics import summarise
 
     tables = recorder.tables()
-    tables.config = _run_config(trace, config, policy, scheduler, runner, outcome, max_model_len)
+    tables.config = {**_run_config(trace, config, policy, scheduler, runner, outcome, max_model_len), **facts}
     warmup: int | str = 0
     if config.warmup is not None:
         warmup = int(config.warmup) if config.warmup.isdigit() else config.warmup
@@ -278,7 +325,7 @@ def _run_config(
         "calibrated": True,
         "tp": 1,
         "pp": 1,
-        "ahead": scheduler.depth > 1,
+        "ahead": scheduler.host.chase_decodes,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),
         "max_model_len": max_model_len,
@@ -302,8 +349,8 @@ def _run_config(
         "wall_s": outcome.wall_s,
         "cpu_s": outcome.cpu_s,
         "versions": _versions(),
-        "model_flops": flop_coefficients(loaded.spec),
-        **({"model_bytes": byte_coefficients(loaded.spec, dtype, kv_dtype)} if countable else {}),
+        "model_flops": flop_coefficients(loaded.source.spec),
+        **({"model_bytes": byte_coefficients(loaded.source.spec, dtype, kv_dtype)} if countable else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 
@@ -96,6 +97,13 @@ class Loaded:
     seed: int
     max_tokens: int
     graphs: str = "auto"
+    is_sharded: ClassVar[bool] = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Nothing to end on a single device."""
 
     @property
     def kv_bytes_per_token(self) -> int:

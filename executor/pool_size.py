@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from executor.config import LiveConfig
 from executor.cuda_graphs import MOST_BYTES
-from executor.device_memory import MemoryUse, measure_use, pool_blocks
+from executor.device_memory import MemoryUse, free_memory_bytes, measure_use, pool_blocks
 from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.memory import compression_of, full_blocks
@@ -23,12 +23,15 @@ def default_blocks(
 ) -> int:
     """Blocks for the whole trace at once, if the memory holds them; else what it holds.
 
-    use: what the device holds beside the pool, measured here if not given. Raises ExecutorError if not even the longest request fits.
+    use: what the device holds beside the pool, measured here if not given. Raises ExecutorError if not even the longest
+    request fits.
     """
     lengths = trace.prompt_tokens + trace.max_output_tokens
     wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
     longest = -(-max_model_len // config.block_size)
-    if use is None:
+    if use is None and loaded.is_sharded:
+        use = MemoryUse(free_memory_bytes(loaded.device), 0, 0)  # of rank 0; no rank can run a batch alone
+    elif use is None:
         use = measure_use(
             loaded, most_rows=config.token_budget or 2048, most_sampled=config.max_num_seqs or 256,
             graph_bytes=graph_bytes(loaded),

@@ -7,15 +7,18 @@ model has four matrix products a layer whatever the checkpoint calls its parts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
 from profiler.model_spec import ModelSpec
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass
@@ -75,6 +78,20 @@ def assemble(spec: ModelSpec, take: Callable[[str, tuple[int, ...]], Tensor], na
     take(name, shape): the tensor, already of the wanted dtype and device; raises when its shape differs.
     names: which tensors the source has; merged forms (Phi-3's qkv_proj, gate_up_proj) are taken where they exist.
     """
+    layers = assemble_layers(spec, take, names)
+    embedding = take(EMBEDDING, (spec.vocab, spec.hidden))
+    head = embedding if head_is_tied(spec, names) else take(HEAD, (spec.vocab, spec.hidden))
+    return Weights(embedding, layers, take(FINAL_NORM, (spec.hidden,)), head)
+
+
+def head_is_tied(spec: ModelSpec, names: set[str]) -> bool:
+    return spec.tied_embeddings or HEAD not in names
+
+
+def assemble_layers(
+    spec: ModelSpec, take: Callable[[str, tuple[int, ...]], Tensor], names: set[str]
+) -> list[LayerWeights]:
+    """The transformer layers of `assemble`."""
     hidden, ffn, d = spec.hidden, spec.intermediate, spec.head_dim
     q, kv = spec.q_size, spec.kv_size
 
@@ -106,10 +123,7 @@ def assemble(spec: ModelSpec, take: Callable[[str, tuple[int, ...]], Tensor], na
                 down_bias=take(mlp + "down_proj.bias", (hidden,)) if spec.mlp_bias else None,
             )
         )
-    embedding = take("model.embed_tokens.weight", (spec.vocab, hidden))
-    tied = spec.tied_embeddings or "lm_head.weight" not in names
-    head = embedding if tied else take("lm_head.weight", (spec.vocab, hidden))
-    return Weights(embedding, layers, take("model.norm.weight", (hidden,)), head)
+    return layers
 
 
 def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -121,12 +135,21 @@ def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch
     check_executable(spec)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
-        generator = torch.Generator(device="cpu").manual_seed(_tensor_seed(seed, name))
-        return (torch.randn(shape, generator=generator) * 0.02).to(device, dtype)
+        return random_tensor(seed, name, shape).to(device, dtype)
 
-    return assemble(spec, draw, set() if spec.tied_embeddings else {"lm_head.weight"})
+    return assemble(spec, draw, random_names(spec))
+
+
+def random_names(spec: ModelSpec) -> set[str]:
+    return set() if spec.tied_embeddings else {HEAD}
+
+
+def random_tensor(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """One tensor of `random_weights`, in float32 on the CPU."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    generator = torch.Generator(device="cpu").manual_seed(_tensor_seed(seed, name))
+    return torch.randn(shape, generator=generator) * 0.02
 
 
 def _tensor_seed(seed: int, name: str) -> int:
@@ -141,28 +164,43 @@ def folder_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: to
     Raises ExecutorError for missing files, missing or unknown tensors and wrong shapes; never opens a pickle.
     """
     check_executable(spec)
-    homes = _tensor_homes(folder)
+    homes = tensor_homes(folder)
+    check_all_known(folder, spec, homes)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        whole: Tensor = stored_tensor(folder, homes, name, shape)[:]
+        return whole.to(device, dtype)
+
+    return assemble(spec, take, set(homes))
+
+
+def stored_tensor(folder: Path, homes: Mapping[str, Path], name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor of a folder that is read only where it is sliced; ExecutorError unless it is there with this shape."""
+    home = homes.get(name)
+    if home is None:
+        raise ExecutorError(f"{folder}: tensor {name} is missing; the config asks for it with shape {list(shape)}")
+    stored = _open(home).get_slice(name)
+    if tuple(stored.get_shape()) != shape:
+        raise ExecutorError(f"{home}: tensor {name}: found shape {list(stored.get_shape())}, expected {list(shape)}")
+    return stored
+
+
+def check_all_known(folder: Path, spec: ModelSpec, homes: Mapping[str, Path]) -> None:
+    """Raise for a tensor that the model has no place for: weights must not be ignored silently."""
     used: set[str] = set()
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        home = homes.get(name)
-        if home is None:
-            raise ExecutorError(f"{folder}: tensor {name} is missing; the config asks for it with shape {list(shape)}")
         used.add(name)
-        tensor = _open(home).get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ExecutorError(f"{home}: tensor {name}: found shape {list(tensor.shape)}, expected {list(shape)}")
-        return tensor.to(device, dtype)
+        return torch.empty(shape, device="meta")
 
-    weights = assemble(spec, take, set(homes))
-    # A tied model may still carry its head; rotary tables are derived; anything else would be silently ignored weights.
-    unknown = [name for name in homes if name not in used and name != "lm_head.weight" and "rotary" not in name]
+    assemble(spec, take, set(homes))
+    # A tied model may still carry its head; rotary tables are derived.
+    unknown = [name for name in homes if name not in used and name != HEAD and "rotary" not in name]
     if unknown:
         raise ExecutorError(f"{folder}: tensor {sorted(unknown)[0]} is not of this architecture ({len(unknown)} such)")
-    return weights
 
 
-def _open(path: Path):  # type: ignore[no-untyped-def]
+def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -171,7 +209,7 @@ def _open(path: Path):  # type: ignore[no-untyped-def]
         raise ExecutorError(f"{path}: cannot be read as safetensors: {error}") from None
 
 
-def _tensor_homes(folder: Path) -> dict[str, Path]:
+def tensor_homes(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

@@ -118,7 +118,7 @@ def test_a_live_pool_on_a_gpu_is_what_the_largest_batch_and_graphs_leave() -> No
     wanted = 2000 * 32 * 2 + 1
     assert default_blocks(LiveConfig(), on_gpu, trace, 500, use) == min(expected, wanted)
     assert default_blocks(LiveConfig(memory_share=0.5), on_gpu, trace, 500, use) < expected
-    with pytest.raises(ExecutorError, match="graphs 0.12; lower --max-model-len"):
+    with pytest.raises(ExecutorError, match=r"graphs 0\.12; lower --max-model-len"):
         default_blocks(LiveConfig(memory_share=0.37), on_gpu, trace, 500, use)
     # On a CPU: half of what is free; packed blocks are smaller, windows lie beside them.
     free = MemoryUse(GIB // 64, 0, 0)
