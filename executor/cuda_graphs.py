@@ -86,7 +86,7 @@ class Buckets:
     def fit(self, exact: Sizes) -> Sizes | None:
         """The captured sizes for a batch; None if it is too large for any, or holds nothing."""
         useful = exact.chunk_rows + exact.decodes
-        if not useful or not exact.sampled:
+        if not useful:
             return None
         # Dummy rows of the policy's own padding become padding of the chunk part.
         rows = exact.rows - exact.decodes if exact.chunk_rows else 0

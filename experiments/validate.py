@@ -155,7 +155,7 @@ class Validation:
         file = self.out / "plan.json"
         if file.exists():
             return read_plan(file)
-        self._ceilings()
+        self.ceilings()
         served = read_run(self.out / "capacity")
         wall = served.column("iterations", "wall_s")
         crude = crude_model(shapes_of_run(served), wall, device="this", model=self.live_side.loaded.spec.name)
@@ -300,7 +300,7 @@ class Validation:
     def _dtype(self) -> str:
         return str(read_json(self.out / "ceilings.json")["dtype"])
 
-    def _ceilings(self) -> None:
+    def ceilings(self) -> None:
         """What the device can do at best: a hardware table, so that shares of its peak can be told."""
         file = self.out / "ceilings.json"
         if not file.exists():

@@ -85,6 +85,7 @@ class Scheduler:
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._stopped: list[Track] = []
         self._only_now = False
 
     @property
@@ -224,6 +225,7 @@ class Scheduler:
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts:
                 break
+            self._stopped += draft.preempted
             if not draft.preempted and (queues.in_flight_batches or not queues.waiting or not self.handover.reclaim()):
                 break
         self.alarm_ns = draft.alarm_ns
@@ -231,6 +233,10 @@ class Scheduler:
         if not draft.parts:
             return None
         batch = draft._finish(self._batches)
+        if self._stopped:
+            # Whoever holds something for a victim hears of it with the next batch, whichever plan stopped it.
+            batch.preempted = [*self._stopped, *batch.preempted]
+            self._stopped = []
         self._batches += 1
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= batch.shape[5]

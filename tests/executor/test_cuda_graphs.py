@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache as once
 
 import numpy as np
@@ -90,6 +91,17 @@ def test_a_replay_equals_the_plain_pass_and_padding_writes_nowhere() -> None:
     assert model.counts.captured == 5  # chunk rows + decodes: 0 + 4 (twice), 32 + 2, 32 + 4, 16 + 0, 32 + 1
     assert model.counts.replayed == 12
     assert model.counts.without == 0
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing_and_has_its_graph_all_the_same() -> None:
+    step = make_step([(20, 31)], [], vocab=61, seed=2)
+    step = replace(step, sampled_rows=step.sampled_rows[:0], sampled_table=step.sampled_table[:0])
+    pool = pool_for(step)
+    model = graphed(pool)
+    both_ways(model, pool, step)
+    both_ways(model, pool, make_step([(30, 5)], [], vocab=61, seed=3))
+    both_ways(model, pool, step)
+    assert (model.counts.captured, model.counts.replayed, model.counts.without) == (1, 3, 0)
 
 
 @once

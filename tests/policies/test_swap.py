@@ -151,6 +151,23 @@ class Scripted(Policy):
         self.script = []
 
 
+def test_whoever_was_stopped_by_a_plan_without_a_batch_is_named_by_the_next_one():
+    scheduler = Scheduler(Scripted(), BlockLedger(24, BLOCK, 60), Host(), swap=Swap(HostMemory(5, 2), "swap"))
+    scheduler.add(Request(0, 0, 9, 5), 0, ends_after=5)
+    scheduler.policy.script = [("admit", 4)]
+    scheduler.complete(scheduler.plan(0), 1)
+    victim = scheduler.tracks[0]
+    scheduler.policy.script = [("swap", 0)]
+    assert scheduler.plan(1) is None
+    scheduler.policy.script = [("resume", 0)]
+    batch = scheduler.plan(2)
+    assert batch.preempted == [victim]
+    assert (len(batch.swap_out), len(batch.swap_in)) == (1, 1)
+    scheduler.complete(batch, 3)
+    scheduler.policy.script = [("decode", 0)]
+    assert not scheduler.plan(3).preempted
+
+
 class SwapMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, plans, preemptions of both kinds and aborts, up to two batches in flight."""
 
