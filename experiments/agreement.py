@@ -236,7 +236,12 @@ def scheduler_of(live: RunTables, cost: Any = None) -> Scheduler:
     policy = make_policy(str(config["policy"]), config["knobs"])
     known: dict[str, Any] = {}
     if cost is not None:
-        known = {"estimator": lambda shape: sum(cost.host_ns(shape)) + cost.stage_ns(shape), "tile": cost.tile}
+        def estimate_ns(shape: Any) -> int:
+            """As the live run's engine estimates."""
+            stages = [int(cost.stage_ns(shape, s)) + int(cost.send_ns(shape, s)) for s in range(cost.stages)]
+            return sum(cost.host_ns(shape)) + sum(stages)
+
+        known = {"estimator": estimate_ns, "tile": cost.tile}
     return make_scheduler(
         policy,
         num_blocks=int(config["num_blocks"]),
@@ -246,5 +251,7 @@ def scheduler_of(live: RunTables, cost: Any = None) -> Scheduler:
         max_num_seqs=config["max_num_seqs"],
         watermark=config["live"].get("watermark"),
         ahead=bool(config.get("ahead")) or None,
+        micro_batches=int(config.get("pp") or 1),
+        chase_chunks=bool(config["live"].get("chase_chunks")),
         **known,
     )

@@ -96,7 +96,8 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
                     timings = [rig.measure(point) for _ in range(REPEATS + 1)][1:]
             rows.append(
                 {
-                    "batch": name, "rows": point.shape.rows, "graphs": graphs and captured is not None and captured.buckets.of_shape(point.shape) is not None,
+                    "batch": name, "rows": point.shape.rows,
+                    "graphs": graphs and captured.buckets.of_shape(point.shape) is not None,
                     "host_s": median(timing.before_ns + timing.after_ns for timing in timings) / 1e9,
                     "device_s": median(timing.device_ns for timing in timings) / 1e9,
                     "wall_s": median(timing.wall_ns for timing in timings) / 1e9,

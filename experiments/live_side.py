@@ -44,7 +44,7 @@ class PolicyChoice:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine that both worlds are about. threads: None for PyTorch's own number."""
+    """The engine that both worlds are about. threads: None for PyTorch's own number. tp, pp: a process a rank."""
 
     model: str = "nano"
     device: str = "auto"
@@ -61,6 +61,12 @@ class EngineChoice:
     max_num_seqs: int = 32
     token_budget: int | None = None
     seed: int = 0
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.tp * self.pp > 1
 
 
 class LiveSide:
@@ -86,8 +92,9 @@ class LiveSide:
             self._loaded = load_for(
                 LiveConfig(
                     model=choice.model, device=choice.device, dtype=choice.dtype, kv_dtype=choice.kv_dtype,
-                    kernels=choice.kernels, attention=choice.attention, seed=choice.seed, graphs=choice.graphs,
-                    streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator, block_size=choice.block_size,
+                    kernels=choice.kernels, attention=choice.attention, seed=choice.seed, threads=choice.threads,
+                    block_size=choice.block_size, tp=choice.tp, pp=choice.pp, graphs=choice.graphs,
+                    streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator,
                 ),
                 self._most_length,
             )  # fmt: skip
@@ -118,11 +125,26 @@ class LiveSide:
             block_size=choice.block_size, max_num_seqs=choice.max_num_seqs, token_budget=choice.token_budget,
             graphs=choice.graphs, streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator,
             max_model_len=self.max_model_len, num_blocks=num_blocks, seed=choice.seed, as_fast_as_possible=at_once,
+            tp=choice.tp, pp=choice.pp,
         )  # fmt: skip
         run = replay_live(trace, config, loaded=self.loaded, cost=cost, progress=progress)
         if run.outcome.stopped_by:
             raise KeyboardInterrupt
         return run
+
+    def close(self) -> None:
+        """End the other ranks, where there are any."""
+        if self._loaded is not None:
+            self._loaded.__exit__(None, None, None)
+            self._loaded = self._rig = None
+
+    def measure_stages(self, plan: MeasurementPlan, out: Path, progress: Any = None) -> list[Profile]:
+        """The profile of every stage of a pipeline, all of them at work."""
+        from executor.distributed import ShardedModel
+        from executor.distributed.stage_profile import measure_stages
+
+        assert isinstance(self.loaded, ShardedModel)
+        return measure_stages(self.loaded, plan, out, block_size=self.choice.block_size, progress=progress)
 
     def measure(self, plan: MeasurementPlan, out: Path, progress: Any = None) -> Profile:
         """The profile of a plan; goes on where an earlier call was interrupted."""

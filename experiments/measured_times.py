@@ -97,6 +97,8 @@ def why_not_fed(live: RunTables) -> str:
     """Empty, or why a live run cannot be given to the simulator by durations alone."""
     if live.config.get("ahead"):
         return "planning ran ahead of the running batch"
+    if int(live.config.get("pp") or 1) > 1:
+        return "batches overlap in a pipeline"
     if not live.rows("iterations"):
         return "nothing was run"
     return ""

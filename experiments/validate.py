@@ -20,6 +20,7 @@ from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
+from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
 
@@ -91,6 +92,7 @@ class Result:
     ends: dict[str, int]
     simulated: dict[tuple[float, str], RunTables] = field(default_factory=dict)
     live: dict[tuple[float, str], list[RunTables]] = field(default_factory=dict)
+    bubbles: list[BubbleComparison] = field(default_factory=list)
     took_s: float = 0.0
 
 
@@ -111,11 +113,14 @@ class Validation:
 
     def run(self) -> Result:
         """Every stage that is not done yet, then the comparison."""
-        capacity = self.capacity()
-        plan = self.plan(capacity)
-        model = self.model(plan)
-        self.predict(capacity, model)
-        self.serve(capacity, model, plan)
+        try:
+            capacity = self.capacity()
+            plan = self.plan(capacity)
+            model = self.model(plan)
+            self.predict(capacity, model)
+            self.serve(capacity, model, plan)
+        finally:
+            self.live_side.close()
         return self.compared(capacity, model)
 
     # Stages
@@ -158,6 +163,8 @@ class Validation:
         self.ceilings()
         served = read_run(self.out / "capacity")
         wall = served.column("iterations", "wall_s")
+        if self.settings.engine.is_sharded:  # the pipeline's pace, as if its stages took equally long
+            wall = served.column("iterations", "device_s") / self.settings.engine.pp
         crude = crude_model(shapes_of_run(served), wall, device="this", model=self.live_side.loaded.spec.name)
         shapes = []
         for load in self.settings.loads:
@@ -181,6 +188,8 @@ class Validation:
         from profiler.iteration_model import IterationModel, read_fit, write_fit
         from profiler.profile import read_profile
 
+        if self.settings.engine.is_sharded:
+            return self._staged_model(plan)
         file = self.out / "model.json"
         if file.exists():
             return IterationModel(read_fit(file))
@@ -201,6 +210,14 @@ class Validation:
             f"{errors['held_out_p95']:.1%} P95"
         )
         return IterationModel(fit)
+
+    def _staged_model(self, plan: MeasurementPlan) -> Any:
+        """The cost model of a pipeline: its stages measured and fitted one by one."""
+        from experiments.pipeline_model import pipeline_model
+
+        if self._given_profile is not None:
+            raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
+        return pipeline_model(self.live_side, plan, self.out, self.say, self._progress(), self.settings.engine.seed)
 
     def predict(self, capacity: float, model: IterationModel) -> None:
         """Simulated runs, and the spread of an ensemble of cost models; before anything runs live."""
@@ -230,7 +247,8 @@ class Validation:
         todo = [turn for turn in turns if not self._live_folder(*turn).exists()]
         blocks = int(read_json(self.out / "capacity.json")["num_blocks"])
         for number, (repeat, load, policy) in enumerate(todo):
-            self._probe(model, plan, f"before {_turn(policy, load, repeat)}")
+            if not self.settings.engine.is_sharded:
+                self._probe(model, plan, f"before {_turn(policy, load, repeat)}")
             trace = self._at(capacity, load)
             spans = float(trace.arrival_ns[-1]) / 1e9
             self.say(
@@ -239,7 +257,7 @@ class Validation:
             )
             run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks)
             run.write(self._live_folder(repeat, load, policy))
-        if todo:
+        if todo and not self.settings.engine.is_sharded:
             self._probe(model, plan, "after the last run")
 
     def compared(self, capacity: float, model: IterationModel) -> Result:
@@ -278,6 +296,8 @@ class Validation:
                     policy.label, load, predicted.summary, draws, at_probed_speed, summaries, at_live_speed
                 )
                 result.simulated[load, policy.label], result.live[load, policy.label] = predicted, runs
+                if self.settings.engine.pp > 1:
+                    result.bubbles += compare_bubbles(policy.label, load, predicted, runs)
         result.iterations = Iterations.joined(residuals)
         result.rankings = rank(result.comparisons)
         result.took_s = time.monotonic() - self._began
@@ -293,7 +313,8 @@ class Validation:
             policy=policy.name, knobs=policy.knobs, model=engine.model, gpu=str(self.out / "device.toml"),
             dtype=self._dtype(), token_budget=engine.token_budget, max_num_seqs=engine.max_num_seqs,
             max_model_len=int(read_json(self.out / "ceilings.json")["max_model_len"]), block_size=engine.block_size,
-            num_blocks=int(read_json(self.out / "capacity.json")["num_blocks"]), seed=engine.seed,
+            num_blocks=int(read_json(self.out / "capacity.json")["num_blocks"]), seed=engine.seed, tp=engine.tp,
+            pp=engine.pp,
         )  # fmt: skip
         return replay(trace, config, cost=cost)
 
@@ -353,6 +374,7 @@ class Validation:
         ours.pop("repeats")  # more repeats may be asked for later
         if file.exists():
             theirs = read_json(file)
+            theirs["engine"] = {**asdict(EngineChoice()), **theirs.get("engine", {})}  # older ones lack new fields
             if theirs != ours:
                 key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
                 raise ExperimentError(

@@ -48,6 +48,10 @@ def validate(
         int,
         typer.Option(help="Threads of the model; one is disturbed least. 0: PyTorch's own.", rich_help_panel=_ENGINE),
     ] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks over which every layer is split.", rich_help_panel=_ENGINE)] = 1,
+    pp: Annotated[
+        int, typer.Option(help="Pipeline stages, a process each; compares bubbles too.", rich_help_panel=_ENGINE)
+    ] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
     token_budget: Annotated[int | None, typer.Option(help="Most tokens of a batch.", rich_help_panel=_ENGINE)] = None,
@@ -107,8 +111,8 @@ def validate(
         policies=tuple(part for part in policies.split(",") if part.strip()),
         engine=EngineChoice(
             model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
-            streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None,
-            block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed,
+            streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None, block_size=block_size,
+            max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed, tp=tp, pp=pp,
         ),
         rows=(skip, skip + limit), loads=shares_of(load), repeats=repeats, budget_s=seconds_of(budget, "--budget"),
         ensemble=ensemble, trace_format=trace_format,

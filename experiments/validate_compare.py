@@ -189,11 +189,14 @@ class Iterations:
     def of(cls, run: RunTables, cost: CostModel) -> Iterations:
         """Of one live run; `cost` predicts host and device of every iteration's shape."""
         shapes = shapes_of_run(run)
-        device = cost.predict_ns(shapes)
+        device = np.sum([cost.predict_ns(shapes, stage) for stage in range(cost.stages)], axis=0)
         host = np.array([sum(cost.host_ns(shape)) for shape in shapes], np.int64)
         return cls(
             (device + host) / 1e9,
-            run.column("iterations", "wall_s"),
+            # A pipeline's batches overlap and queue: what each was worked on, then.
+            run.column("iterations", "wall_s") if cost.stages == 1 else sum(
+                run.column("iterations", name) for name in ("host_before_s", "device_s", "host_after_s")
+            ),
             run.column("iterations", "cpu_s"),
             run.column("iterations", "chunk_tokens"),
             run.column("iterations", "decodes"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.drift import changed, typical_speed
+from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison
 from metrics.report import format_value
 
@@ -69,6 +70,8 @@ def blocks(result: Result) -> list[Block]:
         "the "
         "whole simulator runs with each iteration's measured duration in the place of its cost model."
     ), agreement_table(result)]  # fmt: skip
+    if result.bubbles:
+        story += bubble_blocks(result.bubbles)
     if result.rankings:
         story += [Heading("Ranking of the policies"), Text(
             "A pair of policies is decided where the ranges of their live repeats do not meet; only those can be "
@@ -149,6 +152,7 @@ def in_short(result: Result) -> list[str]:
     decided, agreed = sum(r.decided for r in result.rankings), sum(r.agreed for r in result.rankings)
     if result.rankings:
         found.append(f"Ranking: {agreed} of {decided} decided pairs of policies in the live order.")
+    found += bubbles_in_short(result.bubbles)
     ends = ", ".join(f"{count} {status}" for status, count in sorted(result.ends.items()))
     found.append(f"Requests over all live runs: {ends}; lost: {result.lost}.")
     if result.probes:
@@ -282,7 +286,7 @@ def as_dict(result: Result) -> dict[str, Any]:
         "agreements": {name: found.as_dict() for name, found in result.agreements.items()},
         "fed": {name: found if isinstance(found, str) else found.as_dict() for name, found in result.fed.items()},
         "iterations": result.iterations.groups(), "probes": [probe.as_dict() for probe in result.probes],
-        "lost": result.lost, "ends": result.ends,
+        "bubbles": [row.as_dict() for row in result.bubbles], "lost": result.lost, "ends": result.ends,
         "profile": {key: value for key, value in result.model.provenance().items() if key != "measured"},
     }  # fmt: skip
 

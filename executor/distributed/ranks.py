@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from executor.distributed.links import BATCH, BYE, CALL, FAILURE, PING, PONG, RE
 from executor.distributed.plans import read_plan
 from executor.distributed.stage_worker import (
     COLUMNS,
+    SWITCH_S,
     Ran,
     Ready,
     ShardOrder,
@@ -74,6 +76,7 @@ class Ranks:
         self._threads: list[threading.Thread] = []
         self._others = list(range(1, layout.world))
         self._local_rank = 0
+        self._switch_s = sys.getswitchinterval()
         if dist.is_initialized():
             raise ExecutorError("this process has ranks already, and can have no others before they end")
         try:
@@ -95,6 +98,7 @@ class Ranks:
         else:
             store, self.children = launch.start_children(layout.world)
         self._store = store
+        sys.setswitchinterval(SWITCH_S)
         launch.meet(store, 0, layout.world, backend, self.children)
         self.frames = Frames(dist.new_group(backend="gloo"))
         for rank in self._others:
@@ -304,6 +308,7 @@ class Ranks:
             self._queue.put(None)
         for thread in self._threads:
             thread.join(10.0 if not kill or self.children else 1.0)
+        sys.setswitchinterval(self._switch_s)
         if dist.is_initialized() and not any(thread.is_alive() for thread in self._threads):
             dist.destroy_process_group()
 

@@ -29,6 +29,9 @@ from executor.kernels import make_kernels
 from executor.kv_cache import KVCache
 from executor.loading import Loaded, find_model, pick_device, torch_dtype
 
+SWITCH_S = 2e-4
+"""How long one thread of a rank may keep another one from the interpreter: a result has to be noticed, and a batch
+handed on, while the model computes."""
 COLUMNS = 5
 """Of a rank's log: batch, input is there, start, end (ns of this rank's clock), CPU time (ns)."""
 

@@ -27,7 +27,15 @@ from executor.distributed.launch import (
 from executor.distributed.layout import Layout
 from executor.distributed.links import BATCH, BYE, CALL, FAILURE, PING, PONG, REPLY, RESULT, STOP, Bytes, Frames
 from executor.distributed.plans import read_plan
-from executor.distributed.stage_worker import Ready, ShardOrder, StageWorker, load_shard, next_ready, stage_group
+from executor.distributed.stage_worker import (
+    SWITCH_S,
+    Ready,
+    ShardOrder,
+    StageWorker,
+    load_shard,
+    next_ready,
+    stage_group,
+)
 
 
 class Worker:
@@ -130,6 +138,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ.get(LIFELINE):
         _end_with_rank_0()
+    sys.setswitchinterval(SWITCH_S)
     worker = None
     try:
         worker = Worker()
