@@ -136,6 +136,7 @@ class Runner:
         self._changes = 0
         self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
+        self.rows = rows
         self.host = host
         self.graphs = graphs_for(loaded, cache, longest)
         self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None

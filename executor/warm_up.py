@@ -17,7 +17,7 @@ from policies import Scheduler
 def warm_up(runner: Runner) -> None:
     """First use of kernels, buffers, threads and graphs, so that the first request does not pay for them."""
     if runner.graphs is not None:
-        runner.graphs.warm()
+        runner.graphs.warm_all(runner.rows)
     none = np.empty(0, np.int32)
     for tokens in (64, 1):
         step = Step(

@@ -221,3 +221,39 @@ def test_packed_and_whole_blocks_come_back_from_host_memory_as_they_went() -> No
     host.copy_out([Move(1, 1, [7], [3])])
     host.copy_in([Move(1, 1, [1], [3])])
     assert torch.equal(cache.read(0, torch.tensor([1]), 4)[0], before[0][0][:, :4])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("coding", ["kivi", "delta"])
+def test_a_packed_pool_on_this_gpu_holds_what_one_on_the_cpu_holds(coding: str) -> None:
+    keys, values = random(12, 2, 8), random(12, 2, 8, seed=1)
+    table = torch.tensor([3, 5, 2])
+    slots = torch.tensor([int(table[position // 4]) * 4 + position % 4 for position in range(12)])
+    found = []
+    for name in ("cpu", "cuda"):
+        device = torch.device(name)
+        cache = CompressedKVCache(SPEC, 20, 4, torch.float32, device, Compression(coding, 4, 4, 4), 6)
+        for layer in range(2):
+            cache.store(layer, keys.to(device), values.to(device), slots.to(device))
+        cache.seal_old(table, 12)
+        host = PackedHostCache(cache, 4)
+        host.copy_out([Move(0, 3, table.tolist(), [2, 0, 3])])
+        cache.drop(table.tolist())
+        host.copy_in([Move(0, 3, [7, 3, 9], [2, 0, 3])])
+        found.append([part.cpu() for part in cache.read(1, torch.tensor([7, 3, 9], device=device), 12)])
+    assert all(torch.allclose(here, there, atol=1e-5) for here, there in zip(*found))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_live_run_over_a_packed_pool_on_this_gpu_swaps_and_finishes() -> None:
+    from executor.live import replay_live
+
+    loaded = load_model(SPEC, device="cuda", dtype="float32", kernels="torch", attention="reading", seed=5)
+    trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
+    stayed = replay_live(trace, tight(num_blocks=200), loaded=loaded)
+    swapped = replay_live(trace, tight(num_blocks=22, preemption="swap"), loaded=loaded)
+    assert swapped.config["memory"]["preemptions_by_swap"] > 1
+    same = sum(a == b for row in stayed.answers for a, b in zip(stayed.answers[row], swapped.answers[row]))
+    assert same > 0.9 * sum(map(len, stayed.answers.values()))

@@ -154,6 +154,19 @@ def test_warming_captures_the_decode_buckets_and_serving_captures_no_more() -> N
     assert (model.counts.captured, model.executed_rows) == (4, 4)
 
 
+def test_a_run_captures_what_it_may_meet_and_no_more() -> None:
+    buckets = Buckets(blocks=10, decodes=(1, 2, 4, 8), chunk_rows=32, tile=16, chunks=3, mixed_decodes=(4, 8))
+    found = [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(3)]
+    assert found == [(0, 4), (0, 2), (0, 1), (32, 4), (32, 0), (16, 4), (16, 0)]
+    assert [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(100)][:5] == [
+        (0, 8), (0, 4), (0, 2), (0, 1), (32, 8),
+    ]  # fmt: skip
+    # A chunk beside one decode has the bucket of four.
+    fitted = buckets.fit(sizes_of(make_step([(20, 0)], [3]), 16, 16))
+    assert fitted is not None
+    assert (fitted.chunk_rows, fitted.decodes, fitted.rows) == (32, 4, 36)
+
+
 def test_kernels_that_wait_are_refused_and_the_stand_in_would_catch_them() -> None:
     step = make_step([], [3])
     waiting = load_model(SPEC, device="cpu", dtype="float64", kernels="torch", attention="paged", seed=5)
