@@ -47,7 +47,9 @@ Device = Annotated[str, _option("--device", "auto, cpu, cuda or cuda:N.", _ENGIN
 DType = Annotated[str, _option("--dtype", "Weights; auto is float32 on a CPU, the model's own on CUDA.", _ENGINE)]
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", _ENGINE)]
 KernelSet = Annotated[str, _option("--kernels", "auto, native (C++), triton, compiled, plain_device, torch.", _ENGINE)]
-Attention = Annotated[str, _option("--attention", "auto, flash_attn, triton, native, sdpa, flex, paged, reference.", _ENGINE)]
+Attention = Annotated[
+    str, _option("--attention", "auto, flash_attn, triton, native, sdpa, flex, paged, reference.", _ENGINE)
+]
 Graphs = Annotated[str, _option("--graphs", "CUDA graphs: auto (on CUDA where they can be), on or off.", _ENGINE)]
 Allocator = Annotated[str, _option("--allocator", "PyTorch's on CUDA: default, expandable or async.", _ENGINE)]
 Streams = Annotated[
