@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-PACKAGES = {"policies", "workloads", "metrics", "profiler", "executor"}
+from policies.command_line import run_command
 
 
 def main() -> None:
@@ -14,17 +12,7 @@ def main() -> None:
 
     commands_profile.register(app)
     commands_compression.register(app)
-    try:
-        app(prog_name="python -m executor")
-    except ValueError as error:
-        # Each folder has one exception type of its own; anything else is a bug and keeps its traceback.
-        if type(error).__module__.split(".")[0] not in PACKAGES:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    run_command(app, "executor")
 
 
 if __name__ == "__main__":

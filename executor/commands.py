@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
+from policies.input_file import read_json, read_toml
 
 app = typer.Typer(
     name="executor",
@@ -347,11 +347,10 @@ def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
     from policies import make_policy
 
     make_policy(settings.policy, settings.knobs)
-    if out is not None and out.exists():
-        from metrics import is_run_folder
+    if out is not None:
+        from metrics.run_folder import check_run_place
 
-        if not is_run_folder(out) and (not out.is_dir() or any(out.iterdir())):
-            raise ExecutorError(f"--out: {out} is there already and is not a run folder; name another one")
+        check_run_place(out)
 
 
 def _read_trace(path: Any, reading: Mapping[str, Any], seed: int) -> Any:
@@ -400,13 +399,7 @@ def _config_file(path: Path) -> dict[str, Any]:
     """The values of a TOML config, or of the `live` part of a live run's config.json."""
     if path.is_dir():
         path = path / "config.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExecutorError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
-    except ValueError as error:
-        raise ExecutorError(f"{path}: {error}") from None
+    values = (read_json if path.suffix == ".json" else read_toml)(path, ExecutorError)
     values = values.get("live", values) if isinstance(values, Mapping) else values
     if not isinstance(values, Mapping):
         raise ExecutorError(f"{path}: found no table of settings")

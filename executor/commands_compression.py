@@ -10,6 +10,7 @@ import typer
 
 from executor.commands import Device, DType, Json, ModelName, Threads, _set_threads
 from executor.errors import ExecutorError
+from policies.input_file import LOG_BYTES, read_text
 
 
 def register(app: typer.Typer) -> None:
@@ -39,10 +40,7 @@ def compression_command(
     from executor.tokenizer import load_tokenizer
     from profiler.kv_compression import Compression
 
-    try:
-        words = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExecutorError(f"{text}: cannot be read as UTF-8 text: {error}") from None
+    words = read_text(text, ExecutorError, LOG_BYTES)
     try:
         widths = [int(part) for part in bits.split(",")]
     except ValueError:

@@ -27,6 +27,7 @@ from executor.commands import (
     Threads,
 )
 from executor.errors import ExecutorError
+from policies.output_file import check_place
 
 _PANEL = "What to measure"
 
@@ -71,6 +72,7 @@ def profile_command(
     """Measure whole iterations as a live run executes them; `python -m profiler fit` turns the profile into costs."""
     if out.suffix not in (".parquet", ".csv"):
         raise ExecutorError(f"--out: found suffix {out.suffix!r}, expected .parquet or .csv")
+    check_place(out, ExecutorError)
     from dataclasses import replace
 
     from profiler.plan import make_plan, read_plan

@@ -22,11 +22,15 @@ from torch import Tensor
 
 from executor.errors import ExecutorError
 from executor.weights import Weights, assemble, check_executable, random_names
+from policies.input_file import checked_file
+from profiler.errors import ProfileError
 from profiler.model_spec import ModelSpec
 
 Floats = NDArray[np.float32]
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 4
+_MOST_AXES = 4
 
 
 def _halves(raw: NDArray[np.uint8], at: int) -> Floats:
@@ -75,14 +79,18 @@ class GgufFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
+            with checked_file(path, ExecutorError, 1 << 50).open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ExecutorError:
+            raise
         except (OSError, ValueError) as error:
             raise ExecutorError(f"{path}: cannot be read: {error}") from None
         self._at = 0
         try:
             self._read_header()
-        except (struct.error, KeyError, UnicodeDecodeError, IndexError) as error:
+        except (struct.error, KeyError, IndexError, TypeError, ValueError, ArithmeticError) as error:
+            if isinstance(error, ExecutorError):
+                raise
             raise ExecutorError(f"{path}: not a whole GGUF file (byte {self._at}: {error!r})") from None
 
     def _take(self, form: str) -> Any:
@@ -98,12 +106,14 @@ class GgufFile:
         self._at += length
         return raw.decode("utf-8")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY:
             inner, count = self._take("I"), self._take("Q")
-            return [self._value(inner) for _ in range(count)]
+            if depth > _DEEPEST or count > len(self._map) - self._at:
+                raise struct.error(f"a list of {count} entries, {depth + 1} deep")
+            return [self._value(inner, depth + 1) for _ in range(count)]
         return self._take(_SCALARS[kind])
 
     def _read_header(self) -> None:
@@ -119,9 +129,14 @@ class GgufFile:
         self.tensors: dict[str, _Entry] = {}
         for _ in range(num_tensors):
             name = self._string()
-            shape = tuple(self._take("Q") for _ in range(self._take("I")))
+            axes = self._take("I")
+            if axes > _MOST_AXES:
+                raise struct.error(f"tensor {name} of {axes} axes")
+            shape = tuple(self._take("Q") for _ in range(axes))
             self.tensors[name] = _Entry(shape[::-1], self._take("I"), self._take("Q"))
         alignment = int(self.facts.get("general.alignment", 32))
+        if not 1 <= alignment <= 1 << 20:
+            raise struct.error(f"alignment {alignment}")
         self._data = -(-self._at // alignment) * alignment
 
     def _fact(self, key: str, default: Any = None) -> Any:
@@ -132,6 +147,16 @@ class GgufFile:
 
     def spec(self) -> ModelSpec:
         """The model's shape."""
+        try:
+            return self._spec()
+        except (KeyError, IndexError, TypeError, ArithmeticError, OverflowError) as error:
+            raise ExecutorError(f"{self.path}: its facts do not describe a model ({error!r})") from None
+        except ValueError as error:
+            if isinstance(error, ExecutorError | ProfileError):
+                raise
+            raise ExecutorError(f"{self.path}: its facts do not describe a model ({error!r})") from None
+
+    def _spec(self) -> ModelSpec:
         family = str(self._fact("general.architecture"))
         if family != "llama":
             raise ExecutorError(f"{self.path}: general.architecture: found {family!r}, expected 'llama'")
@@ -165,6 +190,8 @@ class GgufFile:
             raise ExecutorError(f"{self.path}: tensor {name}: block format {entry.type} is not read; known: {known}")
         _, weights, size, decode = _FORMATS[entry.type]
         count = math.prod(entry.shape)
+        if count % weights:
+            raise ExecutorError(f"{self.path}: tensor {name}: found {count} weights, expected blocks of {weights}")
         num_bytes, start = count // weights * size, self._data + entry.offset
         if start + num_bytes > len(self._map):
             raise ExecutorError(f"{self.path}: cut short: tensor {name} ends at byte {start + num_bytes}")

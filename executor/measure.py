@@ -18,6 +18,7 @@ from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.profile_rows import FAR_OFF, TAKEN_AWAY, iteration_rows, operator_rows, shape_of
 from policies import BatchShape
+from policies.output_file import write_text
 from profiler.plan import MeasurementPlan, Point, unsure_points
 from profiler.profile import Profile, make_profile, write_profile
 
@@ -169,8 +170,7 @@ class _Log:
         if path.exists():
             self._read(head)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+            write_text(path, json.dumps(head) + "\n", ExecutorError)
 
     def _read(self, head: Mapping[str, Any]) -> None:
         lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -178,7 +178,7 @@ class _Log:
             entries = [json.loads(line) for line in lines]
         except ValueError:
             entries = [json.loads(line) for line in lines[:-1]]  # the last line was cut off in the middle
-            self.path.write_text("".join(line + "\n" for line in lines[:-1]), encoding="utf-8")
+            write_text(self.path, "".join(line + "\n" for line in lines[:-1]), ExecutorError)
         if not entries or entries[0] != head:
             raise ExecutorError(f"{self.path}: belongs to another plan or model; remove it or choose another --out")
         for entry in entries[1:]:

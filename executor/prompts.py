@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.errors import ExecutorError
+from policies.input_file import LOG_BYTES, read_text
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
@@ -64,10 +65,7 @@ def random_prompts(trace: Trace, vocab: int, seed: int = 0) -> Prompts:
 
 def file_prompts(path: Path, trace: Trace, tokenizer: Tokenizer) -> Prompts:
     """Row r takes line r of a text file (again from the top when lines run out), repeated or cut to its length."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExecutorError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    lines = [line for line in read_text(path, ExecutorError, LOG_BYTES).splitlines() if line.strip()]
     if not lines:
         raise ExecutorError(f"{path}: found no lines, expected one prompt a line")
     encoded: dict[int, Prompt] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,9 @@ from typing import Any
 from executor.errors import ExecutorError
 from executor.gguf_file import GgufFile
 from executor.loading import ModelSource
+from policies.input_file import checked_file, read_json
+
+MAX_TOKENIZER_BYTES = 256 << 20
 
 
 class Tokenizer:
@@ -48,6 +50,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ExecutorError(f"{folder}: no tokenizer.json; text prompts need one")
+    checked_file(path, ExecutorError, MAX_TOKENIZER_BYTES)
     try:
         inner = Inner.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for every kind of bad file
@@ -65,10 +68,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ExecutorError(f"{path}: cannot be read as JSON: {error}") from None
+    found = read_json(path, ExecutorError, MAX_TOKENIZER_BYTES)
     return found if isinstance(found, dict) else {}
 
 

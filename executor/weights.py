@@ -6,7 +6,6 @@ model has four matrix products a layer whatever the checkpoint calls its parts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
+from policies.input_file import checked_file, read_json
 from profiler.model_spec import ModelSpec
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+MAX_INDEX_BYTES = 64 << 20
 
 
 @dataclass
@@ -204,7 +205,7 @@ def _open(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(checked_file(path, ExecutorError, 1 << 50), framework="pt")
     except (OSError, SafetensorError) as error:
         raise ExecutorError(f"{path}: cannot be read as safetensors: {error}") from None
 
@@ -213,11 +214,14 @@ def tensor_homes(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            homes = {name: folder / file for name, file in names.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ExecutorError(f"{index}: cannot be read as an index of shards: {error!r}") from None
+        content = read_json(index, ExecutorError, MAX_INDEX_BYTES)
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+            raise ExecutorError(f"{index}: found no weight_map, expected an index of shards")
+        outside = [file for file in names.values() if file in ("", "..") or file != Path(file).name]
+        if outside:
+            raise ExecutorError(f"{index}: found shard {outside[0][:60]!r}, expected the name of a file beside it")
+        homes = {name: folder / file for name, file in names.items()}
         missing = sorted({path.name for path in homes.values() if not path.is_file()})
         if missing:
             raise ExecutorError(f"{folder}: shard {missing[0]} is missing ({len(missing)} named by the index are)")

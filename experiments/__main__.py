@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 
 import typer
 
-PACKAGES = {"policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"}
+from policies.command_line import run_command
 
 COMMAND_MODULES = (
     "experiments.parity_command",  # parity
@@ -44,17 +43,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    try:
-        build()(prog_name="python -m experiments")
-    except ValueError as error:
-        # Each folder has one exception type of its own; anything else is a bug and keeps its traceback.
-        if type(error).__module__.split(".")[0] not in PACKAGES:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
+    run_command(build(), "experiments")
 
 
 if __name__ == "__main__":

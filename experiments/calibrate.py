@@ -7,7 +7,6 @@ program is needed on the machine.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -18,7 +17,7 @@ from experiments.device_aims import aims_blocks, aims_stage, host_time_stage
 from experiments.document import Block, Bullets, Heading, Table, write_document
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
-from experiments.stage_files import read_json
+from experiments.stage_files import read_json, write_json
 from experiments.validate import Settings, Validation
 from experiments.validate_report import as_dict, blocks, in_short
 
@@ -83,7 +82,7 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
     """Kernels against the reference in float64. One that is in use and fails stops everything."""
     file = out / "self_test.json"
     if file.exists():
-        return list(json.loads(file.read_text(encoding="utf-8")))
+        return list(read_json(file))
     from executor.self_test import self_test
 
     loaded = validation.live_side.loaded
@@ -98,9 +97,7 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
                 f"self-test: {check['kernel']} on {check['case']}: error {check['error']:.2e}, allowed "
                 f"{check['tolerance']:.2e}; nothing was measured (choose another with --attention or --kernels)"
             )
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps([_plain(check) for check in checks], indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_json(file, [_plain(check) for check in checks])
     return checks
 
 
@@ -150,7 +147,7 @@ def write_report(
     written = write_document(out, "report", story)
     content = {**as_dict(result), "self_test": [_plain(check) for check in checks], "ceilings": ceilings}
     content |= {"aims": judged, "host_time": host}
-    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "report.json", content)
     return written
 
 

@@ -11,6 +11,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from experiments.sweep_command import EngineOption, RayAddressOption, WorkersOption
+from policies.output_file import check_place
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,6 +72,8 @@ def capacity(
 
     if report is not None:
         from metrics.html_report import require_plotly
+
+        check_place(report, ExperimentError)
 
         require_plotly()
     prices = read_prices(price, price_book)

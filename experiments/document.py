@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.errors import ExperimentError
+from policies.output_file import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,9 +78,7 @@ def write_document(folder: Path, name: str, blocks: Sequence[Block]) -> list[Pat
         written = []
         for suffix, text in ((".md", as_markdown(blocks)), (".html", as_html(blocks, folder / "figures"))):
             target = folder / f"{name}{suffix}"
-            part = folder / f".{name}{suffix}.part"
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, target)
+            write_text(target, text, ExperimentError)
             written.append(target)
     except OSError as error:
         raise ExperimentError(f"{folder}: cannot write the report there: {error.strerror}") from None

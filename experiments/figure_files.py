@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.chosen_costs import costs_from
 from experiments.errors import ExperimentError
 from experiments.experiment import Result, Rows, load_experiment
+from policies.output_file import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,9 +46,9 @@ def run_experiment(name: str, out: str | Path, *, quick: bool = False, cost_mode
         _draw(module.draw, result, folder, name)
         for table, rows in result.tables.items():
             suffix = "" if table == name or len(result.tables) == 1 else f"-{table}"
-            _write(folder / f"{name}{suffix}.csv", _csv(rows).encode())
+            write_bytes(folder / f"{name}{suffix}.csv", _csv(rows).encode(), ExperimentError)
         text = json.dumps(_plain(facts), indent=2, ensure_ascii=False) + "\n"
-        _write(folder / f"{name}.json", text.encode())
+        write_bytes(folder / f"{name}.json", text.encode(), ExperimentError)
     except OSError as error:
         raise ExperimentError(f"{folder}: cannot be written: {error.strerror}") from None
     return facts
@@ -66,7 +66,7 @@ def _draw(draw: Any, result: Result, folder: Path, name: str) -> None:
         for suffix, width in WIDTHS.items():
             figure = draw(result, getattr(style, width))
             for kind in FORMATS:
-                _write(folder / f"{name}{suffix}.{kind}", _picture(figure, kind))
+                write_bytes(folder / f"{name}{suffix}.{kind}", _picture(figure, kind), ExperimentError)
 
 
 def _picture(figure: Figure, kind: str) -> bytes:
@@ -97,9 +97,3 @@ def _plain(value: Any) -> Any:
     from metrics.run_folder import json_ready
 
     return json_ready(value)
-
-
-def _write(file: Path, content: bytes) -> None:
-    scratch = file.with_name(f".{file.name}.part")
-    scratch.write_bytes(content)
-    os.replace(scratch, file)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.errors import ExperimentError
 from experiments.sweep_command import WorkersOption
+from policies.output_file import check_place, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +61,7 @@ def run(
     chosen = experiment_names() if names == ["all"] else list(dict.fromkeys(names))
     # The longest first, so that no core waits for another at the end.
     chosen.sort(key=lambda name: -getattr(load_experiment(name), "MINUTES", 0.0))
+    check_place(out, ExperimentError)
     more = {"out": str(out), "quick": quick, "cost_model": cost_model}
     results, failed, seconds = _run_all("experiment", chosen, more, "experiments", workers, as_json)
     if as_json:
@@ -82,6 +85,8 @@ def claims(
     from experiments.claim import claim_names
     from experiments.errors import ExperimentError
 
+    if out is not None:
+        check_place(out, ExperimentError)
     known = claim_names()
     for name in names or ():
         if name not in known:
@@ -91,8 +96,7 @@ def claims(
         "claim", chosen, {"quick": quick, "cost_model": cost_model}, "claims", workers, as_json
     )
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(out, json.dumps(results, indent=2, ensure_ascii=False) + "\n", ExperimentError)
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     else:

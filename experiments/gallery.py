@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
+from experiments.stage_files import read_json
+from policies.output_file import write_text
 
 LARGEST_PNG = 150_000
 """Bytes; the narrow picture stands in for a wide one that is larger."""
@@ -37,7 +39,7 @@ def write_gallery(results: Path, out: Path, claims_file: Path | None = None, bes
     claims: list[dict[str, Any]] = []
     if claims_file is not None:
         try:
-            claims = json.loads(claims_file.read_text(encoding="utf-8"))
+            claims = read_json(claims_file)
         except (OSError, ValueError) as error:
             raise ExperimentError(f"{claims_file}: cannot be read: {error}") from None
     rows = _results(results)
@@ -48,7 +50,7 @@ def write_gallery(results: Path, out: Path, claims_file: Path | None = None, bes
         for row in rows:
             name = row["experiment"]
             shutil.copyfile(_picture(results / name, name), pictures / f"{name}.png")
-        out.write_text(_page(rows, claims, pictures.name, others), encoding="utf-8")
+        write_text(out, _page(rows, claims, pictures.name, others), ExperimentError)
     except OSError as error:
         raise ExperimentError(f"{out}: cannot be written: {error.strerror}") from None
     return len(rows)

@@ -6,7 +6,6 @@ but the statistics can be compared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from experiments.errors import ExperimentError
 from metrics.statistics import statistics
+from policies.input_file import LOG_BYTES, parse_json, read_text
 from workloads import Trace
 
 Array = NDArray[np.float64]
@@ -49,16 +49,10 @@ def read_other_run(path: Path) -> OtherRun:
     The log's keys: input_toks, output_toks, arrival_time, first_token_ts, last_token_ts and queued_ts (seconds; the
     last three on one clock), as serving logs of vLLM give them. Raises ExperimentError naming file and entry.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"{path}: cannot be read as text ({getattr(error, 'strerror', None) or error})") from None
+    text = read_text(path, ExperimentError, LOG_BYTES)
     if path.suffix == ".jsonl":
         return _request_log(path, text)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ExperimentError(f"{path}: not JSON ({error})") from None
+    content = parse_json(text, str(path), ExperimentError, constants=True)
     if not isinstance(content, dict):
         raise ExperimentError(f"{path}: found a JSON {type(content).__name__}, expected a benchmark's result")
     return _benchmark(path, content)
@@ -97,10 +91,7 @@ def _request_log(path: Path, text: str) -> OtherRun:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ExperimentError(f"{path}, line {number}: not JSON ({error})") from None
+        entry = parse_json(line, f"{path}, line {number}", ExperimentError, constants=True)
         missing = [key for key in needed if key not in entry] if isinstance(entry, dict) else list(needed)
         if missing:
             raise ExperimentError(f"{path}, line {number}: found no {missing[0]}, expected {', '.join(needed)}")

@@ -6,7 +6,6 @@ predicted here, so any difference is a difference between schedulers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from experiments.errors import ExperimentError
 from policies import BlockLedger, Chunk, CountingLedger, Decodes, Host, Request, Scheduler
+from policies.input_file import LOG_BYTES, parse_json, read_text
 from policies.vllm_v1 import VllmV1
 
 Row = tuple[str, int, int]
@@ -122,18 +122,12 @@ def _added(row: Mapping[str, Any]) -> float:
 
 
 def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExperimentError(f"{path}: cannot be read as text ({error})") from None
+    text = read_text(path, ExperimentError, LOG_BYTES)
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ExperimentError(f"{path}, line {number}: not JSON ({error})") from None
+        row = parse_json(line, f"{path}, line {number}", ExperimentError)
         missing = needed - row.keys() if isinstance(row, dict) else needed
         if missing:
             raise ExperimentError(f"{path}, line {number}: found no {', '.join(sorted(missing))}")

@@ -6,7 +6,6 @@ Prices of accelerators differ by provider, region, commitment and month, so ever
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import date
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
+from policies.input_file import read_toml
 
 BAND = 0.30
 PER = "GPU-hour"
@@ -85,12 +85,7 @@ def _parse(text: str) -> Price:
 
 
 def _read_book(file: Path) -> list[Price]:
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ExperimentError(f"{file}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ExperimentError(f"{file}: not TOML: {error}") from None
+    content = read_toml(file, ExperimentError)
     rows = content.get("price")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or set(content) != {"price"}:
         raise ExperimentError(f"{file}: expected [[price]] tables and nothing else")

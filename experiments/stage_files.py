@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
+from policies import input_file
+from policies.output_file import write_text
 
 
 def file_name(label: str) -> str:
@@ -18,15 +20,9 @@ def write_json(file: Path, content: Any) -> None:
     """Whole or not at all; NaN becomes null."""
     from metrics.run_folder import json_ready
 
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps(json_ready(content), indent=1) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_text(file, json.dumps(json_ready(content), indent=1, allow_nan=False) + "\n", ExperimentError, sync=True)
 
 
 def read_json(file: Path) -> Any:
     """Raises ExperimentError for what cannot be read."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExperimentError(f"{file}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    return input_file.read_json(file, ExperimentError, input_file.LOG_BYTES)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from experiments.errors import ExperimentError
+from policies.output_file import check_place
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -48,6 +51,8 @@ def sweep(
 
     if report is not None:
         from metrics.html_report import require_plotly
+
+        check_place(report, ExperimentError)
 
         require_plotly()
     spec = read_sweep(file)

@@ -7,7 +7,6 @@ that could be lost. The table is made from the files alone and holds nothing tha
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.errors import ExperimentError
 from experiments.sweep_space import SweepSpec
+from policies.input_file import read_json
+from policies.output_file import whole_file, write_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 SWEEP_FILE = "sweep.json"
 TABLE_FILE = "sweep.parquet"
+_POINT = {"point", "values", "status", "error", "result"}
 
 
 class SweepFolder:
@@ -40,27 +42,31 @@ class SweepFolder:
         wanted = self.spec.fingerprint()
         try:
             if file.exists():
-                found = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
+                content = read_json(file, ExperimentError)
+                found = content.get("fingerprint") if isinstance(content, dict) else None
                 if found != wanted:
                     raise ExperimentError(
                         f"{self.path}: holds the results of another sweep; choose another --out, or remove it"
                     )
                 return
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
                 raise ExperimentError(f"{self.path}: is no folder of a sweep; choose another --out, or remove it")
             self._points.mkdir(parents=True, exist_ok=True)
-            _write_whole(file, json.dumps({"fingerprint": wanted, "sweep": asdict(self.spec)}, indent=2))
+            text = json.dumps({"fingerprint": wanted, "sweep": asdict(self.spec)}, indent=2)
+            write_text(file, text, ExperimentError, sync=True)
         except (OSError, ValueError) as error:
             if isinstance(error, ExperimentError):
                 raise
             raise ExperimentError(f"{self.path}: cannot be used for a sweep: {error}") from None
 
     def _read(self, retry_failed: bool) -> None:
-        for file in sorted(self._points.glob("*.json")):
+        for file in sorted(self._points.glob("[0-9]*.json")):
             try:
-                content = json.loads(file.read_text(encoding="utf-8"))
+                content = read_json(file, ExperimentError)
                 number = int(file.stem)
-            except (OSError, ValueError) as error:
+                if not (isinstance(content, dict) and set(content) >= _POINT and content["point"] == number):
+                    raise ValueError("found something else, expected a point of a sweep")
+            except ValueError as error:
                 raise ExperimentError(f"{file}: cannot be read ({error}); remove it to run its point again") from None
             if not (retry_failed and content["status"] == "failed"):
                 self.results[number] = content
@@ -68,11 +74,7 @@ class SweepFolder:
     def add(self, number: int, values: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Keep one finished point; when this returns it is on the disk."""
         content = {"point": number, "values": dict(values), **result}
-        try:
-            self._points.mkdir(exist_ok=True)
-            _write_whole(self._points / f"{number:06d}.json", json.dumps(content))
-        except OSError as error:
-            raise ExperimentError(f"{self.path}: cannot write point {number}: {error.strerror}") from None
+        write_text(self._points / f"{number:06d}.json", json.dumps(content), ExperimentError, sync=True)
         self.results[number] = content
 
     def rows(self) -> list[dict[str, Any]]:
@@ -96,13 +98,16 @@ class SweepFolder:
         import pyarrow.parquet as pq
 
         target = self.path / TABLE_FILE
-        scratch = self.path / f".{TABLE_FILE}.part"
-        try:
+        with whole_file(target, ExperimentError) as scratch:
             pq.write_table(table_of(self.rows()), scratch)
-            os.replace(scratch, target)
-        except OSError as error:
-            raise ExperimentError(f"{target}: cannot be written: {error.strerror}") from None
         return target
+
+
+def _is_foreign(entry: Path) -> bool:
+    """Whether something in a folder without sweep.json is not what a sweep killed at its start leaves."""
+    if entry.name == "points" and entry.is_dir():
+        return any(entry.iterdir())
+    return not (entry.name.startswith(f".{SWEEP_FILE}.") and entry.is_file())
 
 
 def table_of(rows: list[dict[str, Any]]) -> pa.Table:
@@ -118,12 +123,3 @@ def table_of(rows: list[dict[str, Any]]) -> pa.Table:
             column = pa.array([None if value is None else str(value) for value in values])
         columns[name] = column.cast(pa.float64()) if pa.types.is_null(column.type) else column
     return pa.table(columns)
-
-
-def _write_whole(file: Path, text: str) -> None:
-    scratch = file.with_name(f".{file.name}.part")
-    with scratch.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(scratch, file)

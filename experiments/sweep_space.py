@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments.errors import ExperimentError
+from policies.input_file import read_toml
 
 METHODS = ("grid", "random", "optuna")
 PREFIXES = ("trace", "model", "hardware")
@@ -104,12 +104,7 @@ class SweepSpec:
 def read_sweep(path: str | Path) -> SweepSpec:
     """Read a sweep file; its relative file names mean files beside it. ExperimentError names the key that is wrong."""
     file = Path(path)
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ExperimentError(f"{file}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ExperimentError(f"{file}: not TOML: {error}") from None
+    content = read_toml(file, ExperimentError)
     try:
         return parse_sweep(content, file.parent)
     except ExperimentError as error:

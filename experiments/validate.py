@@ -23,6 +23,7 @@ from experiments.measured_times import Fed, feed, why_not_fed
 from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
+from policies.output_file import write_text
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -326,7 +327,7 @@ class Validation:
         file = self.out / "ceilings.json"
         if not file.exists():
             found, table = self.live_side.ceilings()
-            (self.out / "device.toml").write_text(table, encoding="utf-8")
+            write_text(self.out / "device.toml", table, ExperimentError)
             write_json(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
 
     def _at(self, capacity: float, load: float) -> Trace:
@@ -349,7 +350,8 @@ class Validation:
         file = self.out / "probes.jsonl"
         if not file.exists():
             return []
-        return [Probe(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")  # a last line may be cut off in the middle
+        return [Probe(**json.loads(line)) for line in whole.splitlines()]
 
     def _progress(self) -> Any:
         said = time.monotonic()

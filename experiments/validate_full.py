@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.document import Block, Bullets, Heading, Table, Text, write_document
+from experiments.stage_files import write_json
 from experiments.validate import Settings, Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
 from experiments.validate_report import MARKS, in_short, write_report
@@ -60,7 +60,7 @@ def write_overall(done: Sequence[tuple[Part, Result]], out: Path, total: int) ->
     """report.md, report.html and report.json over all parts done so far."""
     written = write_document(out, "report", overall(done, total))
     content = {part.name: {"in_short": in_short(result)} for part, result in done}
-    (out / "report.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "report.json", content)
     return written
 
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.drift import changed, typical_speed
+from experiments.errors import ExperimentError
 from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison
 from metrics.report import format_value
+from policies.output_file import write_text
 
 if TYPE_CHECKING:
     from experiments.validate import Result
@@ -23,7 +25,7 @@ MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "
 def write_report(result: Result, folder: Path, name: str = "report") -> list[Path]:
     """NAME.md, NAME.html, NAME.json and figures/ in a folder; returns the first two."""
     written = write_document(folder, name, blocks(result))
-    (folder / f"{name}.json").write_text(json.dumps(as_dict(result), indent=1) + "\n", encoding="utf-8")
+    write_text(folder / f"{name}.json", json.dumps(as_dict(result), indent=1) + "\n", ExperimentError)
     return written
 
 

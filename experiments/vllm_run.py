@@ -6,7 +6,6 @@ folder, GPU/MODEL by name.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.errors import ExperimentError
+from policies.input_file import checked_file, read_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -150,14 +150,15 @@ def read_vllm_run(folder: str | Path) -> VllmRun:
 
     folder = Path(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        requests = pd.read_json(folder / "requests.jsonl", lines=True)
-        log = pd.read_csv(folder / "timeseries.csv")
-    except FileNotFoundError as error:
-        expected = "a run has requests.jsonl, timeseries.csv and meta.json"
-        raise ExperimentError(f"{error.filename}: no such file; {expected}") from None
+        meta = read_json(folder / "meta.json", ExperimentError)
+        requests = pd.read_json(checked_file(folder / "requests.jsonl", ExperimentError), lines=True)
+        log = pd.read_csv(checked_file(folder / "timeseries.csv", ExperimentError))
+    except ExperimentError as error:
+        raise ExperimentError(f"{error}; a run has requests.jsonl, timeseries.csv and meta.json") from None
     except (OSError, ValueError) as error:
         raise ExperimentError(f"{folder}: cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(meta, dict):
+        raise ExperimentError(f"{folder}/meta.json: found no settings, expected a JSON object")
     wanted = {"input_toks": "prompt", "output_toks": "output"}
     times = {"queued_ts": "queued_s", "scheduled_ts": "scheduled_s"}
     times |= {"first_token_ts": "first_s", "last_token_ts": "last_s"}

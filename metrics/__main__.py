@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from metrics.columns import MetricsError
+from policies.command_line import one_line, run_command
 
 app = typer.Typer(
     help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
@@ -35,7 +36,7 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except MetricsError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
             raise typer.Exit(2) from None
 
     return guarded
@@ -267,5 +268,10 @@ def _print(table: Any) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    run_command(app, "metrics")
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m metrics")
+    main()

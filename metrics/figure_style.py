@@ -6,12 +6,12 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metrics.columns import MetricsError
+from policies.output_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,15 +124,9 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     written = []
     for suffix in (".pdf", ".png"):
         target = folder / f"{name}{suffix}"
-        scratch = folder / f".{name}.part{suffix}"
-        try:
+        with whole_file(target, MetricsError) as scratch:
             # Without a date the same run gives the same bytes.
             figure.savefig(scratch, metadata={"CreationDate": None} if suffix == ".pdf" else None)
-            os.replace(scratch, target)
-        except OSError as error:
-            raise MetricsError(f"{target}: cannot write the figure: {error.strerror}") from error
-        finally:
-            scratch.unlink(missing_ok=True)
         written.append(target)
         figure.set_layout_engine("none")  # laid out once is enough; it takes as long as drawing
     return written

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from policies.input_file import read_json
+from policies.output_file import check_place
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -30,7 +32,7 @@ def write_run(
     Raises MetricsError if something that is not a run folder is in the way, or if the disk refuses.
     """
     target = Path(path)
-    _refuse_to_overwrite(target)
+    check_run_place(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
@@ -122,7 +124,10 @@ def _check_table(file: Path, name: str) -> None:
             )
 
 
-def _refuse_to_overwrite(target: Path) -> None:
+def check_run_place(path: str | Path) -> None:
+    """Raises MetricsError where a run could not be written, so that it shows before the run and not after it."""
+    target = Path(path)
+    check_place(target, MetricsError)
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():
@@ -151,14 +156,9 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise MetricsError(f"{file}: found nothing, expected the file of a run folder") from None
-    except OSError as error:
-        raise MetricsError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise MetricsError(f"{file}: found broken JSON ({_line(error)})") from error
+    if not file.exists() and not file.is_symlink():
+        raise MetricsError(f"{file}: found nothing, expected the file of a run folder")
+    content = read_json(file, MetricsError)
     if not isinstance(content, dict):
         raise MetricsError(f"{file}: found a JSON {type(content).__name__}, expected an object")
     return content

@@ -12,7 +12,6 @@ ends and the next begins both carry the very same number, so however a reader ro
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from metrics.causes import CAUSE_NAMES, CAUSES
 from metrics.columns import MetricsError
 from metrics.pipeline import Schedule, schedules
 from metrics.tables import RunTables
+from policies.output_file import whole_file
 
 Ints = NDArray[np.int64]
 
@@ -63,23 +63,16 @@ def write_timeline(
     request: a request to follow with flow arrows. bubbles: as found by `find_bubbles`, if they are at hand.
     """
     target = Path(path)
-    scratch = target.with_name(f".{target.name}.part")
     followed = _iterations_of(run, request) if request is not None else np.empty(0, dtype=np.int64)
     found = bubbles or find_bubbles(run)
-    try:
-        with scratch.open("w", encoding="utf-8") as out:
-            out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            separator = ""
-            for schedule, gaps in zip(schedules(run), found.gaps):
-                for event in _replica_events(run, schedule, gaps, window, request, followed):
-                    out.write(f"{separator}{event}")
-                    separator = ",\n"
-            out.write("\n]}\n")
-        os.replace(scratch, target)
-    except OSError as error:
-        raise MetricsError(f"{target}: cannot write the timeline: {error.strerror}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
+    with whole_file(target, MetricsError) as scratch, scratch.open("w", encoding="utf-8") as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        separator = ""
+        for schedule, gaps in zip(schedules(run), found.gaps):
+            for event in _replica_events(run, schedule, gaps, window, request, followed):
+                out.write(f"{separator}{event}")
+                separator = ",\n"
+        out.write("\n]}\n")
     return target
 
 

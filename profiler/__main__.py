@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 
 import typer
 
-from profiler.errors import ProfileError
+from policies.command_line import run_command
 
 COMMAND_MODULES = (
     "profiler.commands_specs",  # models, hardware, capacity, predict, published
@@ -32,11 +31,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    try:
-        build()(prog_name="python -m profiler")
-    except ProfileError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(build(), "profiler")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from policies.output_file import check_place
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def fit_command(
     from profiler.model_file import write_model
     from profiler.profile import read_profile
 
+    check_place(out, ProfileError)
     table = read_profile(profile)
     if (table.table["operator"] == "iteration").any():
         _fit_whole_iterations(table, out)

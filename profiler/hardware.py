@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from policies.input_file import read_toml
 from profiler.dtypes import canonical_dtype
 from profiler.errors import ProfileError
 
@@ -114,10 +115,7 @@ def _table() -> dict[str, Hardware]:
 
 
 def _from_file(path: Path, chosen: str) -> Hardware:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProfileError(f"{path}: cannot be read as TOML: {error}") from None
+    content = read_toml(path, ProfileError)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key != "peak_flops"}
     if chosen:
         if chosen not in tables:

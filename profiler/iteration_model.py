@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
+from policies.input_file import checked_file, read_json
+from policies.output_file import write_text
 from policies.request import Ns
 from profiler.errors import ProfileError
 from profiler.shapes import ShapeColumns, attended_pairs
@@ -290,33 +292,22 @@ def write_fit(fit: IterationFit, path: str | Path) -> None:
     if path.suffix != ".json":
         raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .json")
     document = {"format": FORMAT, "version": VERSION, "row_terms": ROW_TERMS, "amounts": AMOUNTS, **asdict(fit)}
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n", ProfileError)
 
 
 def is_iteration_fit(path: str | Path) -> bool:
     """Whether a file says that it is one of ours; nothing else of it is checked."""
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            return FORMAT in file.read(200)
-    except (OSError, UnicodeDecodeError):
+        with checked_file(path, ProfileError).open("rb") as file:
+            return FORMAT.encode() in file.read(200)
+    except (OSError, ProfileError):
         return False
 
 
 def read_fit(path: str | Path) -> IterationFit:
     """Read and check what `write_fit` wrote; raises ProfileError with the file and the entry at fault."""
     path = Path(path)
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ProfileError(f"{path}: found {path.stat().st_size} bytes, expected at most {MAX_BYTES}")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file, expected a fitted model") from None
-    except ProfileError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    document = read_json(path, ProfileError, MAX_BYTES)
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ProfileError(f"{path}: found something else, expected {FORMAT!r} version {VERSION}")
     named = [tuple(term) for term in document.get("row_terms", ())], tuple(document.get("amounts", ()))

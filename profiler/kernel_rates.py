@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policies.input_file import LOG_BYTES, checked_file, parse_json, read_text
 from profiler.errors import ProfileError
 from profiler.hardware import Hardware, load_hardware
 from profiler.model_spec import Gemm
@@ -96,8 +97,6 @@ def gemm_errors(folder: str | Path) -> list[Row]:
 
 def host_rates(folder: str | Path) -> list[Row]:
     """Scheduling and output handling of a step in logs of real vLLM: least squares, fixed + each * sequences."""
-    import json
-
     import numpy as np
 
     paths = sorted(Path(folder).glob("steps_*.jsonl"))
@@ -105,7 +104,8 @@ def host_rates(folder: str | Path) -> list[Row]:
         raise ProfileError(f"{folder}: no steps_*.jsonl; expected a folder of vLLM step logs")
     rows: list[Row] = []
     for path in paths:
-        steps = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = read_text(path, ProfileError, LOG_BYTES).splitlines()
+        steps = [parse_json(line, str(path), ProfileError) for line in lines]
         sequences = np.array([len(step["reqs"]) for step in steps], float)
         design = np.column_stack([np.ones_like(sequences), sequences])
         for part, key in (("scheduling", "sched_ms"), ("output handling", "update_ms")):
@@ -159,4 +159,4 @@ def _read(folder: str | Path, name: str, file: str) -> pd.DataFrame:
     path = Path(folder) / f"{name}_sxm" / f"{file}.parquet"
     if not path.exists():
         raise ProfileError(f"{path}: no such file; expected a folder of aiconfigurator tables")
-    return pd.read_parquet(path)
+    return pd.read_parquet(checked_file(path, ProfileError))

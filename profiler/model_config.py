@@ -7,7 +7,6 @@ is one function that knows its family's spellings and defaults.
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from policies.input_file import read_json, read_toml
 from profiler.errors import ProfileError
 from profiler.model_spec import ModelSpec
 
@@ -97,10 +97,7 @@ _REQUIRED = ("layers", "hidden", "heads", "intermediate", "vocab", "max_position
 
 
 def _from_toml(path: Path) -> ModelSpec:
-    try:
-        facts = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProfileError(f"{path}: cannot be read as TOML: {error}") from None
+    facts = read_toml(path, ProfileError)
     if len(facts) == 1 and isinstance(next(iter(facts.values())), dict) and "rope_scaling" not in facts:
         name, facts = next(iter(facts.items()))
         return _build(name, facts, str(path))
@@ -154,12 +151,9 @@ class _Config:
 
 
 def _from_hugging_face(path: Path) -> ModelSpec:
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file; expected a Hugging Face config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(f"{path}: cannot be read as JSON: {error}") from None
+    if not path.exists():
+        raise ProfileError(f"{path}: no such file; expected a Hugging Face config.json")
+    keys = read_json(path, ProfileError)
     if not isinstance(keys, dict):
         raise ProfileError(f"{path}: found {type(keys).__name__}, expected a JSON object")
     config = _Config(path, keys)

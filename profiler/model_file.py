@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.input_file import checked_file, read_json
+from policies.output_file import whole_file
 from profiler.attention_family import AttentionFamily
 from profiler.attention_fit import AttentionFit
 from profiler.attention_law import BatchLaw, DecodeLaw
@@ -117,15 +119,12 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
             for item in fit.attention
         ],
     }
-    target = path.with_suffix(".npz")
-    part = target.with_name(target.name + ".part")
-    with part.open("wb") as file:
-        np.savez_compressed(file, values=np.concatenate([piece.reshape(-1) for piece in pieces]))
-    document["arrays_sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
-    text = path.with_name(path.name + ".part")
-    text.write_text(_readable(document), encoding="utf-8")
-    part.replace(target)
-    text.replace(path)
+    with whole_file(path.with_suffix(".npz"), ProfileError) as part:
+        with part.open("wb") as file:
+            np.savez_compressed(file, values=np.concatenate([piece.reshape(-1) for piece in pieces]))
+        document["arrays_sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
+        with whole_file(path, ProfileError) as text:
+            text.write_text(_readable(document), encoding="utf-8")
 
 
 def _readable(document: Mapping[str, Any]) -> str:
@@ -236,16 +235,7 @@ class _Entry:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ProfileError(f"{path}: found {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file; expected a fitted model (.json with .npz beside it)") from None
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ProfileError):
-            raise
-        raise ProfileError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    document = read_json(path, ProfileError, MAX_JSON_BYTES)
     if not isinstance(document, dict):
         raise ProfileError(f"{path}: found {type(document).__name__}, expected a JSON object")
     return document
@@ -254,8 +244,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_values(path: Path, digest: str) -> Array:
     """The long row of floats, checked for size before unpacking, for type and for finite values."""
     try:
-        if path.stat().st_size > MAX_ARRAY_BYTES:
-            raise ProfileError(f"{path}: found {path.stat().st_size} bytes, expected at most {MAX_ARRAY_BYTES}")
+        checked_file(path, ProfileError, MAX_ARRAY_BYTES)
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise ProfileError(f"{path}: does not belong to the .json beside it (arrays_sha256 differs)")
         with zipfile.ZipFile(path) as archive:
@@ -266,8 +255,6 @@ def _read_values(path: Path, digest: str) -> Array:
                 raise ProfileError(f"{path}: unpacks to more than {MAX_ARRAY_BYTES} bytes")
         with np.load(path, allow_pickle=False) as data:
             values = data["values"]
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file; a fitted model is a .json with an .npz beside it") from None
     except ProfileError:
         raise
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, SyntaxError) as error:

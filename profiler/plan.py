@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
+from policies.input_file import read_json
+from policies.output_file import write_text
 from profiler.errors import ProfileError
 from profiler.region import AXES, Region, check_shape, coordinates, distance
 
@@ -107,7 +109,6 @@ class MeasurementPlan:
 
     def write(self, path: str | Path) -> None:
         """plan.json, whole or not at all."""
-        path = Path(path)
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -121,9 +122,7 @@ class MeasurementPlan:
             "noise": [_point_row(point) for point in self.noise],
             "region": self.region.as_dict(),
         }
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_text(path, json.dumps(document) + "\n", ProfileError)
 
 
 def make_plan(
@@ -188,12 +187,7 @@ def unsure_points(
 def read_plan(path: str | Path) -> MeasurementPlan:
     """Read what `MeasurementPlan.write` wrote; raises ProfileError with the file and the entry at fault."""
     path = Path(path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file, expected a plan (plan.json)") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    document = read_json(path, ProfileError)
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ProfileError(f"{path}: found something else, expected {FORMAT!r} version {VERSION}")
     try:

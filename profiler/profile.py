@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policies.input_file import checked_file
+from policies.output_file import whole_file
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -211,17 +213,16 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
     path = Path(path)
     note = json.dumps(dict(profile.provenance), sort_keys=True)
-    part = path.with_name(path.name + ".part")
-    if path.suffix == ".csv":
-        with part.open("w", encoding="utf-8", newline="") as file:
-            file.write(f"# {note}\n")
-            profile.table.to_csv(file, index=False, lineterminator="\n")
-    elif path.suffix == ".parquet":
-        table = pa.Table.from_pandas(profile.table, preserve_index=False)
-        pq.write_table(table.replace_schema_metadata({b"charioteer.profile": note.encode()}), part)
-    else:
+    if path.suffix not in (".csv", ".parquet"):
         raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .parquet or .csv")
-    part.replace(path)
+    with whole_file(path, ProfileError) as part:
+        if path.suffix == ".csv":
+            with part.open("w", encoding="utf-8", newline="") as file:
+                file.write(f"# {note}\n")
+                profile.table.to_csv(file, index=False, lineterminator="\n")
+        else:
+            table = pa.Table.from_pandas(profile.table, preserve_index=False)
+            pq.write_table(table.replace_schema_metadata({b"charioteer.profile": note.encode()}), part)
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -230,25 +231,27 @@ def read_profile(path: str | Path) -> Profile:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from profiler.importers.tables import check_width
+
     path = Path(path)
     try:
         if path.suffix == ".parquet":
-            data = pq.read_table(path)
+            data = pq.read_table(checked_file(path, ProfileError))
             note = (data.schema.metadata or {}).get(b"charioteer.profile", b"{}").decode()
             table = data.to_pandas()
         elif path.suffix == ".csv":
-            with path.open(encoding="utf-8-sig") as file:
-                first = file.readline()
+            with checked_file(path, ProfileError).open("rb") as file:
+                first = file.readline(1 << 20).decode("utf-8-sig")
             note = first[1:].strip() if first.startswith("#") else "{}"
-            table = pd.read_csv(path, skiprows=int(first.startswith("#")), encoding="utf-8-sig")
+            check_width(path)
+            skipped = int(first.startswith("#"))
+            table = pd.read_csv(path, skiprows=skipped, encoding="utf-8-sig", compression=None)
         else:
             raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .parquet or .csv")
         provenance = json.loads(note)
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file") from None
     except ProfileError:
         raise
-    except (OSError, ValueError, pa.ArrowException) as error:
+    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
         raise ProfileError(f"{path}: cannot be read as a profile: {str(error).splitlines()[0]}") from None
     if not isinstance(provenance, dict):
         raise ProfileError(f"{path}: provenance: found {provenance!r}, expected a JSON object")

@@ -7,12 +7,14 @@ included in the prediction, since a paper's clock sees it) or the linear layers 
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from policies.batch import BatchShape
+from policies.input_file import read_text
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
 
@@ -43,8 +45,11 @@ def published_steps(folder: str | Path) -> list[PublishedStep]:
     for name, reader in _READERS.items():
         path = folder / name
         if path.exists():
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                steps += reader(csv.DictReader(file))
+            rows = csv.DictReader(io.StringIO(read_text(path, ProfileError)))
+            try:
+                steps += reader(rows)
+            except (KeyError, TypeError, ValueError, csv.Error) as error:
+                raise ProfileError(f"{path}, line {rows.line_num}: {error!r}: not as the table was published") from None
     if not steps:
         raise ProfileError(f"{folder}: none of {', '.join(_READERS)} is there")
     return steps

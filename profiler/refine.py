@@ -7,7 +7,6 @@ with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
+from policies.input_file import LOG_BYTES, checked_file, parse_json, read_json, read_text
 from profiler.errors import ProfileError
 from profiler.shapes import ShapeColumns
 
@@ -58,12 +58,17 @@ def _from_run_folder(path: Path) -> StepLog:
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path / "iterations.parquet")
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        table = pq.read_table(checked_file(path / "iterations.parquet", ProfileError))
     except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, ProfileError):
+            raise
         raise ProfileError(f"{path}: cannot be read as a run folder: {str(error).splitlines()[0]}") from None
-    if config.get("world") == "simulated":
-        raise ProfileError(f"{path}: found a simulated run, expected a live one: it would only repeat its own costs")
+    config = read_json(path / "config.json", ProfileError)
+    if not isinstance(config, dict):
+        raise ProfileError(f"{path}: found a config.json without settings, expected a run folder")
+    if config.get("world") != "live":
+        world = str(config.get("world"))[:40]
+        raise ProfileError(f"{path}: found world {world!r}, expected a live run: others only repeat their costs")
     columns = {name: table.column(name).to_numpy() for name in ("device_s", "host_before_s", "host_after_s")}
     shapes = ShapeColumns.of_iterations(table)
     return StepLog(f"run {path.name}", shapes, columns["device_s"], columns["host_before_s"], columns["host_after_s"])
@@ -72,14 +77,16 @@ def _from_run_folder(path: Path) -> StepLog:
 def _from_vllm_steps(path: Path) -> StepLog:
     shapes, rows = [], []
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            step = json.loads(line)
+        for line in read_text(path, ProfileError, LOG_BYTES).splitlines():
+            step = parse_json(line, f"{path}: row {len(shapes) + 1}", ProfileError)
             chunks = tuple((int(tokens), int(prefix)) for tokens, prefix in step["prefill"])
             contexts = [int(context) for context in step["decode"]]
             sampled = len(contexts) + len(chunks)
             shapes.append(BatchShape(chunks, len(contexts), sum(contexts), max(contexts, default=0), 0, sampled))
             rows.append([step["exec_ms"], step["sched_ms"], step["update_ms"]])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, ProfileError):
+            raise
         expected = "prefill, decode, exec_ms, sched_ms, update_ms in every line"
         raise ProfileError(f"{path}: row {len(shapes) + 1}: {error!r}, expected {expected}") from None
     times = np.array(rows, float).reshape(-1, 3) * 1e-3

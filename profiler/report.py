@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policies.output_file import whole_file
+from profiler.errors import ProfileError
 from profiler.intervals import half_widths
 
 if TYPE_CHECKING:
@@ -131,7 +133,6 @@ def draw(fit: DeviceFit, folder: str | Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, make in (("held_out_errors", _errors), ("operators", _operators)):
         figure = Figure(figsize=(7.0, 3.4), layout="constrained")
@@ -139,7 +140,8 @@ def draw(fit: DeviceFit, folder: str | Path) -> list[Path]:
         make(figure, fit)
         for suffix in ("pdf", "png"):
             path = folder / f"{fit.gpu}_{name}.{suffix}"
-            figure.savefig(path, dpi=200)
+            with whole_file(path, ProfileError) as scratch:
+                figure.savefig(scratch, dpi=200)
             written.append(path)
     return written
 

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
-PACKAGES = {"policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"}
+from policies.command_line import run_command
 
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     from simulator.commands import app
 
-    try:
-        app(prog_name="python -m simulator")
-    except ValueError as error:
-        # Each folder has one exception type of its own; anything else is a bug and keeps its traceback.
-        if type(error).__module__.split(".")[0] not in PACKAGES:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    run_command(app, "simulator")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from policies.output_file import check_place
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator import options as o
 from simulator.config import ReplayConfig
@@ -117,6 +118,10 @@ def advise_command(
     from simulator.advise import advise, draw_frontier, run_chosen
 
     settings, reading = o.collect(ctx, config)
+    if out is not None:
+        from metrics.run_folder import check_run_place
+
+        check_run_place(out)
     slo = settings.slo
     if preset is not None:
         from workloads.presets import preset as named
@@ -275,8 +280,12 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
+    from metrics.run_folder import check_run_place
     from simulator.simulation import make_cluster_plan, replay
 
+    if out is not None:
+        for config in settings:
+            check_run_place(out if one_folder else out / _folder_name(config.policy))
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
@@ -306,6 +315,7 @@ def _can_report(path: Path | None) -> None:
     if path is not None:
         from metrics.html_report import require_plotly
 
+        check_place(path, SimulationError)
         require_plotly()
 
 

@@ -6,8 +6,6 @@ knobs of the policy; one that the policy does not have is an error that names th
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
@@ -16,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from policies.input_file import read_json, read_toml
 from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -238,17 +237,9 @@ def _extra_knobs(arguments: Sequence[str]) -> dict[str, Any]:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The values of a TOML config, or of the `replay` part of a run's config.json."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except IsADirectoryError:
-        return read_config_file(path / "config.json")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise SimulationError(f"{path}: cannot be read ({reason})") from None
-    try:
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SimulationError(f"{path}: {error}") from None
+    if path.is_dir():
+        path = path / "config.json"
+    values = (read_json if path.suffix == ".json" else read_toml)(path, SimulationError)
     if not isinstance(values, Mapping):
         raise SimulationError(f"{path}: found no table of settings")
     if "replay" in values:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from policies.command_line import one_line, run_command
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
 )
@@ -286,7 +288,7 @@ def _guarded(call: Any) -> Any:
     try:
         return call()
     except TraceError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 
@@ -299,5 +301,10 @@ def _print_table(numbers: dict[str, Any]) -> None:
         print(f"{key:<{width}}  {shown}")
 
 
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    run_command(app, "workloads")
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m workloads")
+    main()

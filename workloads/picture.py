@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from policies.output_file import whole_file
 from policies.request import NS_PER_S
 from workloads.description import describe
 from workloads.trace import Trace, TraceError
@@ -42,13 +43,11 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     ratio = numbers["pd_ratio"]
     figure.suptitle(f"{trace.name}: {len(trace):,} requests in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
-    partial = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    except (OSError, ValueError) as error:
-        partial.unlink(missing_ok=True)
-        raise TraceError(f"{path}: the figure cannot be written ({str(error).splitlines()[0]})") from None
+    with whole_file(path, TraceError) as scratch:
+        try:
+            figure.savefig(scratch, dpi=150)
+        except ValueError as error:
+            raise TraceError(f"{path}: the figure cannot be written ({str(error).splitlines()[0]})") from None
     return path
 
 

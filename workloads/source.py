@@ -12,6 +12,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from policies.input_file import shown_path
 from workloads.trace import TraceError
 
 MAX_BYTES = 1 << 30
@@ -47,7 +48,7 @@ def open_source(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Sou
 
     Raises TraceError for what cannot be a trace: no such file, a folder, empty, binary, UTF-16, above max_bytes.
     """
-    shown = os.fspath(path)
+    shown = shown_path(path)
     content = _read(Path(path), shown, max_bytes)
     if content.startswith(b"PAR1"):
         return Source(shown, content, "parquet")

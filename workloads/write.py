@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from policies.output_file import write_bytes
 from policies.request import NS_PER_S
 from workloads.trace import Trace, TraceError
 
@@ -40,14 +41,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> Path:
         raise TraceError(f"{path}: found the ending {path.suffix!r}, expected {_ENDINGS}")
     if packed:
         content = gzip.compress(content, mtime=0)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise TraceError(f"{path}: cannot be written ({error.strerror or error})") from None
-    return path
+    return write_bytes(path, content, TraceError)
 
 
 def file_columns(trace: Trace) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class HiddenStates:
         self._buffers = [torch.empty(0, dtype=dtype, device=device) for _ in range(depth)]
         self._sends: list[Any] = [None] * depth
         self._next = 0
+        self._arrivals = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def buffer(self, rows: int) -> tuple[int, Tensor]:
         """A free buffer [rows, hidden], and its number."""
@@ -111,8 +112,15 @@ class HiddenStates:
 
     def receive(self, rows: int) -> tuple[int, Tensor]:
         """The next batch's hidden states from the stage before; waits for them."""
-        number, hidden = self.buffer(rows)
-        dist.recv(hidden, self._before, tag=_HIDDEN)
+        if self._arrivals is None:
+            number, hidden = self.buffer(rows)
+            dist.recv(hidden, self._before, tag=_HIDDEN)
+            return number, hidden
+        # On a stream of its own: the batch that is being computed must not wait for this one.
+        with torch.cuda.stream(self._arrivals):
+            number, hidden = self.buffer(rows)
+            dist.recv(hidden, self._before, tag=_HIDDEN)
+        self._arrivals.synchronize()
         return number, hidden
 
     def send(self, number: int, hidden: Tensor) -> None:

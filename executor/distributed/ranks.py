@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -278,7 +279,7 @@ class Ranks:
         if ended:
             return RankError(f"{self.layout.name_of(ended[0][0])} {ended[0][1]}")
         rank = self._trouble[0].rank if self._trouble else 0
-        return RankError(f"{self.layout.name_of(rank)} is gone: {self._trouble[0].text.splitlines()[0][:200]}")
+        return RankError(f"{self.layout.name_of(rank)} is gone ({_plainly(self._trouble[0].text)})")
 
     # The end
 
@@ -317,6 +318,11 @@ class Ranks:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.close(kill=kind is not None)
+
+
+def _plainly(text: str) -> str:
+    """An error of the network's libraries without where in their source it was raised, and without advice."""
+    return re.sub(r"^\[[^]]*\]\s*", "", text.strip().splitlines()[0]).partition(". ")[0][:120]
 
 
 def _is_connection(text: str) -> bool:

@@ -154,7 +154,7 @@ class StageWorker:
         if self.shard.is_last:
             ids = model.sample(out, plan.sampling, plan.positions).tolist() if len(plan.positions) else []
         if self.loaded.device.type == "cuda":
-            torch.cuda.synchronize(self.loaded.device)
+            torch.cuda.current_stream(self.loaded.device).synchronize()
         end = time.perf_counter_ns()
         if not self.shard.is_last:
             self.hidden.send(slot, hidden)

@@ -8,7 +8,6 @@ numbers as a table, and everything can be reached with the keyboard.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +24,7 @@ from metrics.html_report.trust import trust_of
 from metrics.report import format_value
 from metrics.run_folder import json_ready
 from metrics.tables import RunTables
+from policies.output_file import write_text
 
 SCRIPTS = ("plots.js", "timeline.js", "inspector.js")
 
@@ -75,17 +75,7 @@ def write_report(
         if not run.config:
             raise MetricsError(f"report: run {label!r} has no config, expected one that says what was run")
     page = _page(runs, question, tables, notes, window)
-    target = Path(path)
-    scratch = target.with_name(f".{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(page, encoding="utf-8")
-        os.replace(scratch, target)
-    except OSError as error:
-        raise MetricsError(f"{target}: cannot write the report: {error.strerror}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
-    return target
+    return write_text(path, page, MetricsError)
 
 
 def _page(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policies.input_file import checked_file
 from profiler.errors import ProfileError
 from profiler.profile import Profile, chunk_text, make_profile
 
@@ -47,9 +48,9 @@ def _table(path: Path, name: str, columns: list[str]) -> pd.DataFrame:
 
     file = path / f"{name}.parquet"
     try:
-        table = pd.read_parquet(file)
-    except FileNotFoundError:
-        raise ProfileError(f"{file}: no such file; expected a folder such as h100_sxm") from None
+        table = pd.read_parquet(checked_file(file, ProfileError))
+    except ProfileError as error:
+        raise ProfileError(f"{error}; expected a folder such as h100_sxm") from None
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ProfileError(f"{file}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
     for column in (*columns, "latency", "device", "version", "kernel_source"):

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policies.input_file import read_text
 from profiler.errors import ProfileError
 from profiler.importers.tables import read_csv
 from profiler.profile import Profile, make_profile
@@ -75,7 +76,7 @@ def _meta(path: Path) -> dict[str, str]:
     """Top-level `key: value` lines of meta.yaml; deeper levels are not needed (and YAML is no dependency)."""
     if not path.exists():
         return {}
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_text(path, ProfileError).splitlines()
     pairs = (re.match(r"(\w+):\s+(\S.*)", line) for line in lines)
     return {pair[1]: pair[2].strip().strip("'\"") for pair in pairs if pair}
 

@@ -6,10 +6,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policies.input_file import checked_file
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+MAX_COLUMNS = 2000
+
+
+def check_width(path: Path) -> None:
+    """Refuses what is no regular file, and a table so wide that reading it alone would take minutes."""
+    with checked_file(path, ProfileError).open("rb") as lines:
+        for number in range(1, 3):
+            columns = lines.readline(1 << 20).count(b",") + 1
+            if columns > MAX_COLUMNS:
+                raise ProfileError(f"{path}, line {number}: found {columns} columns, expected at most {MAX_COLUMNS}")
 
 
 def read_csv(path: Path, numbers: Iterable[str], texts: Iterable[str] = (), optional: bool = False) -> pd.DataFrame:
@@ -17,12 +30,12 @@ def read_csv(path: Path, numbers: Iterable[str], texts: Iterable[str] = (), opti
     import pandas as pd
 
     numbers, texts = list(numbers), list(texts)
+    if optional and not path.exists() and not path.is_symlink():
+        return pd.DataFrame(columns=[*texts, *numbers])
+    check_width(path)
     try:
-        table = pd.read_csv(path, encoding="utf-8-sig", low_memory=False)
-    except FileNotFoundError:
-        if optional:
-            return pd.DataFrame(columns=[*texts, *numbers])
-        raise ProfileError(f"{path}: no such file") from None
+        # A .csv is plain: an archive under that name is not unpacked.
+        table = pd.read_csv(path, encoding="utf-8-sig", low_memory=False, compression=None)
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: cannot be read as CSV: {str(error).splitlines()[0]}") from None
     for column in (*texts, *numbers):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policies.input_file import checked_file
 from profiler.errors import ProfileError
 from profiler.importers.llmservingsim import operator_width
 from profiler.importers.tables import read_csv
@@ -72,8 +73,8 @@ def _columns(operators: tuple[str, ...]) -> list[str]:
 
 
 def _header(file: Path) -> list[str]:
-    with file.open(encoding="utf-8-sig") as lines:
-        return lines.readline().strip().split(",")
+    with checked_file(file, ProfileError).open("rb") as lines:
+        return lines.readline(1 << 20).decode("utf-8-sig", "replace").strip().split(",")
 
 
 def _mlp(path: Path, spec: ModelSpec) -> pd.DataFrame:

@@ -220,6 +220,24 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(spec_file: 
             load_for(config(spec_file, **{"pp": 2, **options}), 64)
 
 
+@pytest.mark.slow
+def test_the_same_command_runs_under_torchrun(spec_file: str, tmp_path: Path) -> None:
+    file = write_trace(trace_of(LENGTHS), tmp_path / "trace.csv")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "executor",
+        "replay", str(file), "--model", spec_file, "--kernels", "torch", "--pp", "2", "--threads", "1",
+        "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    run = read_run(tmp_path / "out")
+    assert set(run.column("requests", "status")) == {"finished"}
+    assert run.rows("stages") == 2 * run.rows("iterations")
+    assert done.stdout.count("written to") == 1  # one rank speaks
+
+
 # Failures
 
 

@@ -56,7 +56,7 @@ def test_a_divergence_shows_both_sides(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "found no rows"), ("{\n", "line 1: not JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],
+    [("", "found no rows"), ("{\n", "line 1: cannot be read as JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],
 )
 def test_a_broken_log_is_named_with_its_line(tmp_path, text, message):
     steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"

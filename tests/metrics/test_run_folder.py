@@ -68,7 +68,7 @@ def test_what_is_wrong_with_a_folder_is_said_in_one_line(tmp_path) -> None:
         read_run(tmp_path / "missing")
     path = write_run(tmp_path / "run", small_run(), {})
     (path / "config.json").write_text("{")
-    with pytest.raises(MetricsError, match=r"config\.json: found broken JSON"):
+    with pytest.raises(MetricsError, match=r"config\.json: cannot be read as JSON"):
         read_run(path)
     (path / "config.json").write_text(json.dumps({"model": "x"}))
     with pytest.raises(MetricsError, match="found no key 'charioteer_run'"):

@@ -91,7 +91,7 @@ def test_generate_makes_presets_and_cases(tmp_path: Path) -> None:
         (["generate", "t.csv", "--preset", "poetry"], "expected one of summarization"),
         (["generate", "t.csv", "--case", "orca_mean"], "expected orca_best or orca_worst"),
         (["generate", "t.csv", "--requests", "3", "--clients", "3"], "found --clients without the --preset or --case"),
-        (["generate", "/nowhere/t.csv", "--requests", "3"], "cannot be written"),
+        (["generate", "/dev/null/t.csv", "--requests", "3"], "cannot be written"),
     ],
 )
 def test_wrong_use_ends_in_one_line_and_exit_code_2(

@@ -1,0 +1,123 @@
+"""How every `python -m PACKAGE` ends: in success, or in one clear line on stderr; a traceback means a bug of ours.
+
+It lies here because policies/ is the one folder that all others may import; it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
+"""Whose exceptions are messages for the user; each folder has one type of its own."""
+
+BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
+
+
+def run_command(app: Callable[..., Any], package: str) -> NoReturn:
+    """Run a command line and exit.
+
+    Exit codes: 0 done; 2 a wrong input, a disk that refuses, or no memory, each with one line; 130 after Ctrl-C, 143
+    after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output any more.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a µ shows \xb5; it does not lose the run that was to be printed.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    code = 0
+    try:
+        with _terminated_like_interrupted():
+            app(prog_name=f"python -m {package}")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if _caused_by(leaving, KeyboardInterrupt):
+            code = _say("interrupted; nothing half written is left", INTERRUPTED)
+    except KeyboardInterrupt:
+        code = _say("interrupted; nothing half written is left", INTERRUPTED)
+    except BrokenPipeError:
+        code = 1
+    except MemoryError:
+        code = _say("out of memory; a shorter trace (--limit) or a smaller model needs less", BAD_INPUT)
+    except UnicodeEncodeError:
+        code = _say("found a name that is not UTF-8 here; set LC_ALL=C.UTF-8, or PYTHONUTF8=1", BAD_INPUT)
+    except OSError as error:
+        code = _say(_os_error(error), BAD_INPUT)
+    except ValueError as error:
+        if type(error).__module__.partition(".")[0] not in PACKAGES:
+            raise
+        code = _say(one_line(error), BAD_INPUT)
+    sys.exit(_flushed(code))
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line ends and control characters, cut where it would fill the screen."""
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return text if len(text) <= 1000 else text[:997] + "..."
+
+
+def _os_error(error: OSError) -> str:
+    reason = error.strerror or one_line(error) or type(error).__name__
+    return one_line(OSError(f"{error.filename}: {reason}" if error.filename else f"the system refused: {reason}"))
+
+
+def _say(text: str, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _flushed(code: int) -> int:
+    """Write out what is still held back, so that a full disk or a closed pipe is told from success."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or 1
+    except OSError as error:
+        code = code or _say(f"standard output: {error.strerror or error}", BAD_INPUT)
+    except ValueError:
+        return code  # closed already
+    else:
+        return code
+    # Python would try again at exit, and complain.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _caused_by(error: BaseException, kind: type[BaseException]) -> bool:
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, kind):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM leaves through the `finally` clauses, so scratch files go away; a command may set its own handler."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        if os.getpid() != owner:  # a worker forked from here dies as it would have
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise SystemExit(TERMINATED)
+
+    owner = os.getpid()
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

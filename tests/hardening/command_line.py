@@ -1,0 +1,73 @@
+"""Runs a package's command in this process, the way `python -m PACKAGE` does, and says how it ended.
+
+A command may end in success, or in one clear line and exit code 2 (`assert_refused`); whatever else it does is a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+import warnings
+from importlib import import_module
+from typing import NamedTuple
+
+import pytest
+
+PACKAGES = ("workloads", "simulator", "metrics", "profiler", "experiments", "executor")
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run(package: str, *arguments: object) -> Ended:
+    """The command's exit code and what it printed; an exception that escapes its main is raised as it is."""
+    module = import_module(f"{package}.__main__")
+    out, err = io.StringIO(), io.StringIO()
+    old = sys.argv
+    sys.argv = [package, *map(os.fspath, map(_text, arguments))]
+    started = time.monotonic()
+    code = 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module.main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+    finally:
+        sys.argv = old
+    return Ended(code, out.getvalue(), err.getvalue(), time.monotonic() - started)
+
+
+def _text(argument: object) -> str:
+    return argument if isinstance(argument, str) else os.fspath(argument) if hasattr(argument, "__fspath__") else str(argument)
+
+
+def assert_refused(ended: Ended, *, seconds: float = 20.0) -> str:
+    """The one line of a refusal."""
+    text = ended.err
+    assert ended.code == 2, f"exit code {ended.code}; stdout {ended.out[-300:]!r}, stderr {text[-600:]!r}"
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    if not lines and "Usage:" in text:  # click's own refusal: a frame around one message
+        return text
+    assert len(lines) == 1, text[-600:]
+    assert text.rstrip("\n").endswith(lines[0]), f"the message goes on over several lines: {text[-600:]!r}"
+    assert len(lines[0]) < 1500, f"a message of {len(lines[0])} characters: {lines[0][:300]}"
+    assert ended.seconds < seconds, f"took {ended.seconds:.1f} s"
+    return lines[0]
+
+
+def assert_sound(ended: Ended) -> None:
+    """Either it worked, or it was refused as it should be."""
+    if ended.code != 0:
+        assert_refused(ended)
+
+
+needs_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
