@@ -27,7 +27,7 @@ NUMBERS = (
 COUNTS = ("chunks", "cohorts", "stages")
 """What follows NUMBERS in the row of a plain iteration: how many of each it has."""
 
-CHUNK_FIELDS, COHORT_FIELDS = 4, 3
+CHUNK_FIELDS, COHORT_FIELDS, STAGE_FIELDS = 4, 3, 3
 """Numbers of a chunk (request, tokens, prefix, samples), a cohort (cohort, step, size), a stage (start, end, send)."""
 
 ROW_LENGTH = len(NUMBERS) + len(COUNTS) + CHUNK_FIELDS + COHORT_FIELDS

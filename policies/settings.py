@@ -25,7 +25,8 @@ def check_settings(settings: Any, error: type[Exception]) -> None:
 
     Only plain data is looked at; an object that a Python caller passes (a path, a model's shape) is his own affair.
     """
-    hints = _hints(type(settings))
+    cls: type = type(settings)
+    hints = _hints(cls)
     for entry in fields(settings):
         check_value("--" + entry.name.replace("_", "-"), getattr(settings, entry.name), hints[entry.name], error)
 
@@ -43,7 +44,7 @@ def check_value(name: str, value: Any, wanted: tuple[type, ...], error: type[Exc
         raise error(f"{name}: found {_short(value)}, expected {expected or 'nothing'}")
     if isinstance(value, float) and not math.isfinite(value):
         raise error(f"{name}: found {value}, expected a finite number")
-    if kind is int and abs(value) > LARGEST:
+    if isinstance(value, int) and abs(value) > LARGEST:
         raise error(f"{name}: found {_short(value)}, expected at most {LARGEST:.0e}")
     if isinstance(value, str) and (len(value) > LONGEST_TEXT or "\0" in value):
         raise error(f"{name}: found {_short(value)}, expected at most {LONGEST_TEXT:,} characters and no NUL")
