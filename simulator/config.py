@@ -105,9 +105,6 @@ class ReplayConfig:
                 raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
         if self.replicas > MOST_REPLICAS:
             raise SimulationError(f"--replicas: found {self.replicas:,}, expected at most {MOST_REPLICAS:,}")
-        for name in ("trouble_from", "risk"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise SimulationError(f"{_flag(name)}: found {getattr(self, name):g}, expected 0 to 1")
         for name in ("swap_gib", "swap_page_mib", "kv_store_gib", "swap_bandwidth", "max_wait_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e18:
