@@ -12,6 +12,7 @@ from policies.command_line import run_command
 COMMAND_MODULES = (
     "experiments.parity_command",  # parity
     "experiments.fidelity_command",  # fidelity
+    "experiments.coverage_command",  # coverage
     "experiments.validate_command",  # validate
     "experiments.calibrate_command",  # calibrate
     "experiments.figures_command",  # list, run, claims

@@ -18,6 +18,7 @@ from experiments.vllm_run import Column, VllmRun, read_vllm_run
 from profiler.engine_terms import EngineTerms
 
 if TYPE_CHECKING:
+    from experiments.known_steps import Stretch
     from profiler.device_fit import DeviceFit
     from profiler.hardware import Hardware
     from profiler.model_spec import ModelSpec
@@ -106,16 +107,34 @@ class Bench:
         simulated = {key: statistics(values) for key, values in latencies_of(replayed).items()}
         return Fidelity(self.run, replayed, {**cost.provenance(), "source": self.source}, measured, simulated)
 
+    def known_stretches(self) -> list[Stretch]:
+        """Decode steps whose number the run's request times tell exactly, measured and predicted."""
+        from experiments.known_steps import known_stretches
+        from profiler.compose import compose
+
+        return known_stretches(self.run, compose(self.fit, self.spec, self.hardware, tp=self.tp, terms=self.terms))
+
     def variants(self) -> tuple[Variant, ...]:
         """The ablation, with the blocks that the run's log shows to be shared where it shows any."""
+        from experiments.known_steps import level_us
+
         second, blocks = self.run.overcommitted()
+        found = list(ABLATION)
+        missed = level_us(self.known_stretches())
+        if missed is not None:
+            name = f"{missed:+.0f} us a step (CALIBRATED on its last decodes)"
+            calibrated = {"step_us": self.terms.step_us + missed}
+            found.append(Variant(name, calibrated))
         if not blocks:
-            return ABLATION
+            return tuple(found)
         pool = self.run.settings()["num_blocks"]
         shared = {"num_blocks": pool + blocks}
         name = f"{blocks} shared blocks (log, {second:.0f} s)"
         both = Variant(f"{name}, contexts all equal", {"uneven_contexts": False}, shared)
-        return (*ABLATION, Variant(name, options=shared), both)
+        found += [Variant(name, options=shared), both]
+        if missed is not None:
+            found.append(Variant(f"{blocks} shared blocks, and CALIBRATED so", calibrated, shared))
+        return tuple(found)
 
 
 def make_bench(
@@ -164,7 +183,9 @@ def _fit_of(where: Path | None, hardware: Hardware, tp: int) -> tuple[DeviceFit,
             raise ExperimentError(f"no fitted costs ship for {hardware.name}: give --profile")
         return read_model(found), f"shipped fit of {hardware.name}"
     if where.is_dir():
-        return fit_device(import_profile("llmservingsim", where, tensor_parallel=tp), hardware), str(where)
+        first_form = any(where.glob("tp*/layers.csv")) or (where / "layers.csv").exists()
+        kind = "llmservingsim-v0" if first_form else "llmservingsim"
+        return fit_device(import_profile(kind, where, tensor_parallel=tp), hardware), str(where)
     if where.suffix == ".json":
         return read_model(where), str(where)
     return fit_device(read_profile(where), hardware), str(where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -89,6 +90,7 @@ def _report(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> dict[
         "iterations": len(outside),
         "iterations_outside_measured_region": int((~outside).sum()),
         "shared_blocks_shown_by_log": {"second": second, "blocks": blocks},
+        "known_decode_steps": [asdict(one) | {"error": one.error} for one in bench.known_stretches()],
         "ablation": rows,
     }
 
@@ -112,12 +114,16 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
     if blocks:
         print(f"  the log at {second:.0f} s holds {blocks} blocks more than fit unless prompts share prefixes;"
               " the run does not say which")  # fmt: skip
+    for one in bench.known_stretches():
+        size = f"{one.decodes[0]} to {one.decodes[1]} requests"
+        times = f"{one.predicted_s * 1e3:.2f} ms predicted, {one.measured_s * 1e3:.2f} measured, {one.error:+.1%}"
+        print(f"  {one.steps} decode steps of {size} (their number is certain): {times}")
     if rows:
-        print(f"  {'error at mean / P50':44}{'TTFT':>16}{'TPOT':>16}{'E2E':>16}")
+        print(f"  {'error at mean / P50':50}{'TTFT':>16}{'TPOT':>16}{'E2E':>16}")
     for row in rows:
         errors = row["errors"]
         cells = [f"{errors[key]['mean']:+5.1%} / {errors[key]['p50']:+5.1%}" for key in ("ttft", "tpot", "e2e")]
-        print(f"  {row['variant']:44}" + "".join(f"{cell:>16}" for cell in cells))
+        print(f"  {row['variant']:50}" + "".join(f"{cell:>16}" for cell in cells))
     print()
 
 

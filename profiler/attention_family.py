@@ -27,6 +27,7 @@ from profiler.attention_law import (
     joined_us,
 )
 from profiler.lattice import Lattice
+from profiler.prefill_law import PrefillLaw, fit_prefill_law
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +49,8 @@ _FADE = ((4.0, 1.0), (8.0, 0.77), (16.0, 0.3))
 class AttentionFamily:
     """Head layouts of one head size and one number of query heads a KV head (`group`) on one device; microseconds.
 
-    batch_law: of one query head's blocks; its `write` is per 1000 tokens and KV head. decode_law: over streams.
+    batch_law, prefill_law: of one query head's blocks; their `write` is per 1000 tokens and KV head. decode_law: over
+        streams.
     misses: log(measured / law), "decode" over (streams, context), "prefill" over (query heads, tokens), and for a
         number of KV heads that was measured itself "decode:N" over (decodes, context).
     kernel: "fa2", whose decodes beside a chunk are blocks of the same kernel, or "fa3", whose decodes stream beside it.
@@ -63,6 +65,7 @@ class AttentionFamily:
     decode_law: DecodeLaw
     misses: Mapping[str, Lattice] = field(default_factory=dict)
     region: Mapping[str, int] = field(default_factory=dict)
+    prefill_law: PrefillLaw | None = None
 
     def for_layout(self, heads: int, kv_heads: int) -> AttentionFit:
         """The fit of one layout, for `profiler.attention_tables`."""
@@ -78,7 +81,10 @@ class AttentionFamily:
         }
         law = replace(self.batch_law, write=self.batch_law.write * kv_heads)
         decode_law = replace(
-            self.decode_law, block=self.decode_law.block * kv_heads, stream=self.decode_law.stream * kv_heads
+            self.decode_law,
+            block=self.decode_law.block * kv_heads,
+            stream=self.decode_law.stream * kv_heads,
+            split_below=self.decode_law.split_below / kv_heads,
         )
         fit = AttentionFit(
             heads, kv_heads, self.head_dim, self.sms, law, decode_law, misses, streams_beside=self.kernel != "fa2"
@@ -89,7 +95,8 @@ class AttentionFamily:
             "decodes": self.region["streams"] // kv_heads,
             "context": self.region["context"],
         }
-        return replace(fit, region=region, **self._uneven(kv_heads))
+        waves = self.prefill_law and replace(self.prefill_law, write=self.prefill_law.write * kv_heads)
+        return replace(fit, region=region, prefill_law=waves, **self._uneven(kv_heads))
 
     def _uneven(self, kv_heads: int) -> dict[str, Any]:
         """FlashAttention 2's price of uneven contexts, carried over from where it was measured; none for others."""
@@ -116,11 +123,11 @@ def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionF
         decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
         if group != int(group) or not len(decodes) or not len(prompts):
             continue
-        law, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
-        decode_law, misses, region = _fit_decode(decodes)
+        law, waves, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
+        decode_law, misses, region = _fit_decode(decodes, SPLIT_BELOW * 2 * sms if kernel == "fa2" else 0.0)
         region = {**region, "tokens": longest, "query_heads": widest}
         misses["prefill"] = prefill
-        families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region))
+        families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region, waves))
     return tuple(families)
 
 
@@ -142,26 +149,34 @@ def prompts_us(
     return np.asarray(law.launch + joined + law.write * kv_heads * prompts * tokens / 1000.0)
 
 
-def _fit_prefill(rows: pd.DataFrame, sms: int, query_rows: int) -> tuple[BatchLaw, Lattice, int, int]:
+def _fit_prefill(
+    rows: pd.DataFrame, sms: int, query_rows: int
+) -> tuple[BatchLaw, PrefillLaw | None, Lattice, int, int]:
     columns = [rows[key].to_numpy(float) for key in ("heads", "kv_heads", "tokens", "prefix", "chunks")]
     us = rows["us"].to_numpy(float)
     law = fit_batch_law(lambda law: prompts_us(law, sms, *columns), us, query_rows)
     miss = np.log(us / prompts_us(law, sms, *columns))
     query_heads = columns[0] * columns[4]
+    waves = None
+    if law.waves:
+        dealt = (query_heads, columns[2], columns[3], columns[2] * columns[4] * columns[1])
+        waves = fit_prefill_law(*dealt, us, sms)
+        miss = miss if waves is None else np.log(us / waves.us(*dealt))
     axes = [2.0 ** np.arange(0, np.ceil(np.log2(query_heads.max())) + 0.5, 0.5), np.unique(columns[2])]
     return (
         law,
+        waves,
         Lattice.from_scatter(axes, [query_heads, columns[2]], miss),
         int(columns[2].max()),
         int(query_heads.max()),
     )
 
 
-def _fit_decode(rows: pd.DataFrame) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
+def _fit_decode(rows: pd.DataFrame, split_below: float) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
     decodes, kv_heads = rows["decodes"].to_numpy(float), rows["kv_heads"].to_numpy(float)
     streams = decodes * kv_heads
     context, us = rows["context"].to_numpy(float), rows["us"].to_numpy(float)
-    law = fit_decode_law(lambda law: decode_us(law, streams, context), us)
+    law = fit_decode_law(lambda law: decode_us(law, streams, context), us, split_below)
     miss = np.log(us / decode_us(law, streams, context))
     misses = {"decode": Lattice.from_points([streams, context], miss)}
     for heads in np.unique(kv_heads):

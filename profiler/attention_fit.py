@@ -25,6 +25,7 @@ from profiler.attention_law import (
 )
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
+from profiler.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
 
 if TYPE_CHECKING:
@@ -35,11 +36,22 @@ Array = NDArray[np.float64]
 UNGROUPED = "without grouped heads"
 """In the backend of a profile whose decodes read keys and values once a query head."""
 
+SPLIT_BELOW = 0.8
+"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
+blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
+
+TWIN = "even twin"
+"""In the backend of a row: an uneven batch's even twin, measured beside it, which only its difference is told from."""
+
+KV_BYTES = 4
+"""A key and a value of 16 bits each."""
+
 MANY_KNOTS = 24
 """More measured coordinates than this along an axis are dense enough for the tables' own knots."""
 
 _AXES = {
     "decode": ("decodes", "context"),
+    "single": ("context",),
     "prefill": ("tokens", "context"),
     "mixed": ("tokens", "context", "decodes", "context"),
 }
@@ -49,7 +61,8 @@ _AXES = {
 class AttentionFit:
     """Times of one layer in microseconds.
 
-    batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context),
+    batch_law, decode_law: the physics. misses: log(measured / law) as grids: "decode" over (decodes, context), "single"
+        over context for one decode, which is another kernel (3 us below two decodes, however short),
     "prefill" over (tokens, prefix), "mixed" over (tokens, prefix, decodes, context). A grid that was not measured is
     absent; mixed batches are then the chunk plus what the law says the decodes add to it.
     uneven_decode: (decodes, us): what each token costs by which the longest context of a decode-only batch beats the
@@ -59,6 +72,11 @@ class AttentionFit:
     grouped: decodes of all query heads of a KV head share their reads; otherwise query heads are what is dealt out.
     streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
+    prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
+    own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
+        launch: the same bytes have to come (on both RTX cards they cost more than that in 95 % of 20,000 mixed
+        batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
+    token_us: least time a token of context in all takes in a layout that was not measured: its bytes from memory.
     region: largest measured tokens, prefix, decodes, context.
     """
 
@@ -73,17 +91,30 @@ class AttentionFit:
     uneven_token_us: float = 0.0
     streams_beside: bool = False
     grouped: bool = True
+    prefill_law: PrefillLaw | None = None
+    own: bool = True
+    token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
-        miss = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
-        return decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        miss: Array | float = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
+        if "single" in self.misses:
+            miss = np.where(np.asarray(decodes) < 2, self.misses["single"](context), miss)
+        us = decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        if not self.token_us:
+            return us
+        return np.maximum(us, self.decode_law.launch + self.token_us * np.multiply(decodes, context))
 
     def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """One chunk alone."""
         miss = self.misses["prefill"](tokens, prefix) if "prefill" in self.misses else 0.0
-        return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0) * np.exp(miss)
+        return self._prefill_by_law(tokens, prefix) * np.exp(miss)
+
+    def _prefill_by_law(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
+        if self.prefill_law is not None:
+            return self.prefill_law.us(self.heads, tokens, prefix, tokens)
+        return batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
 
     def batch_us(
         self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
@@ -91,12 +122,16 @@ class AttentionFit:
         """One chunk beside at least one decode; `typical` as in `decode_us`."""
         both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
         if "mixed" in self.misses:
-            return both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+            both = both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
+            if self.own:
+                return both
+        chunk = self.prefill_us(tokens, prefix)
+        apart = chunk + np.maximum(self.decode_us(decodes, context, typical) - self.decode_law.launch, 0.0)
         if self.streams_beside:
-            beside = self.decode_us(decodes, context, typical) - self.decode_law.launch
-            return self.prefill_us(tokens, prefix) + np.maximum(beside, 0.0)
-        alone = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0)
-        return self.prefill_us(tokens, prefix) + (both - alone)
+            return apart
+        if "mixed" not in self.misses:
+            both = chunk + (both - batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, 0, 0))
+        return np.maximum(both, apart)
 
     def chunk_share_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array:
         """A further chunk in the same batch."""
@@ -119,8 +154,19 @@ class AttentionFit:
         return np.interp(np.log2(np.maximum(np.asarray(decodes, float), 1)), np.log2(knots[:, 0]), knots[:, 1])
 
 
-def transferred(fit: AttentionFit, heads: int, kv_heads: int, head_dim: int) -> AttentionFit:
-    """The fit of one head layout restated for another: sequences x KV heads are dealt out, bytes grow with head_dim."""
+STREAMED = 0.7
+"""Share of peak bandwidth at which decodes of a layout that was not measured read their bytes at best, as in
+`profiler.roofline_constants`: kernels whose query heads share reads in a cache look faster than memory until each head
+has keys of its own."""
+
+
+def transferred(
+    fit: AttentionFit, heads: int, kv_heads: int, head_dim: int, bytes_per_us: float | None = None
+) -> AttentionFit:
+    """The fit of one head layout restated for another: sequences x KV heads are dealt out, bytes grow with head_dim.
+
+    bytes_per_us: peak bandwidth of the device, if known.
+    """
     size = head_dim / fit.head_dim
     streams = kv_heads / fit.kv_heads if fit.grouped else heads / fit.heads
     batch, decode = fit.batch_law, fit.decode_law
@@ -144,15 +190,22 @@ def transferred(fit: AttentionFit, heads: int, kv_heads: int, head_dim: int) -> 
             block=decode.block * streams * size,
             stream=decode.stream * streams * size,
             alone=decode.alone * size,
+            split_below=decode.split_below / streams,
+        ),
+        prefill_law=fit.prefill_law and replace(
+            fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size
         ),
         misses=misses,
+        own=False,
+        token_us=kv_heads * head_dim * KV_BYTES / (bytes_per_us * STREAMED) if bytes_per_us else 0.0,
         uneven_decode=tuple((n / streams, us * size) for n, us in fit.uneven_decode if n / streams >= 1),
         uneven_token_us=fit.uneven_token_us * size,
     )
 
 
 def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """Attention rows as numbers: tokens, prefix, chunks (how many equal ones), decodes, context (mean), longest, us.
+    """Attention rows as numbers: tokens, prefix, chunks (how many equal ones), decodes, context (mean), longest, us,
+    twin.
 
     Rows with unequal chunks come out with chunks = -1.
     """
@@ -170,6 +223,7 @@ def batch_columns(table: pd.DataFrame) -> pd.DataFrame:
             "context": table["decode_context_total"].to_numpy(float) / np.maximum(decodes, 1),
             "longest": table["decode_context_max"].to_numpy(float),
             "us": table["median_s"].to_numpy(float) * 1e6,
+            "twin": table["backend"].str.contains(TWIN).to_numpy(bool),
         }
     )
 
@@ -181,14 +235,15 @@ def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
         raise ProfileError(f"attention: found {len(layouts)} head layouts, expected one at a time")
     heads, kv_heads, head_dim = (int(value) for value in layouts.iloc[0])
     batches = batch_columns(table)
-    even = batches[(batches["longest"] <= np.ceil(batches["context"])) & (batches["chunks"].isin((0, 1)))]
+    flat = batches["longest"] <= np.ceil(batches["context"])
+    even = batches[flat & ~batches["twin"] & batches["chunks"].isin((0, 1))]
     grouped = not table["backend"].str.contains(UNGROUPED).any()
     fit = AttentionFit(
         heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), grouped=grouped, region=_region(batches)
     )
     fit = _fit_decode(fit, even[even["tokens"] == 0])
     fit = _fit_batches(fit, even[even["tokens"] > 0])
-    return _fit_uneven(fit, batches[(batches["longest"] > np.ceil(batches["context"])) & (batches["chunks"] >= 0)])
+    return _fit_uneven(fit, batches[~flat & (batches["chunks"] >= 0)], batches[batches["twin"]])
 
 
 def _region(batches: pd.DataFrame) -> dict[str, int]:
@@ -201,9 +256,16 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     if not len(rows):
         return fit
     n, c, us = (rows[key].to_numpy(float) for key in ("decodes", "context", "us"))
-    law = fit_decode_law(lambda law: decode_us(law, n, c), us)
-    miss = _grid([n, c], np.log(us / decode_us(law, n, c)))
-    return replace(fit, decode_law=law, misses={**fit.misses, "decode": miss})
+    many = n > 1
+    if not many.any() or not fit.grouped:
+        many = np.full(len(n), True)
+    split_below = float(np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads)) if fit.grouped else 0.0
+    law = fit_decode_law(lambda law: decode_us(law, n[many], c[many]), us[many], split_below)
+    miss = np.log(us / decode_us(law, n, c))
+    misses = {**fit.misses, "decode": _grid([n[many], c[many]], miss[many])}
+    if not many.all():
+        misses["single"] = _grid([c[~many]], miss[~many])
+    return replace(fit, decode_law=law, misses=misses)
 
 
 def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
@@ -216,23 +278,32 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     misses = dict(fit.misses)
     alone = columns[2] == 0
     if alone.any():
-        misses["prefill"] = _grid([column[alone] for column in columns[:2]], miss[alone])
+        tokens, prefix = columns[0][alone], columns[1][alone]
+        waves = fit_prefill_law(fit.heads, tokens, prefix, tokens, us[alone], fit.sms)
+        if waves is not None:
+            own = np.log(us[alone] / waves.us(fit.heads, tokens, prefix, tokens))
+            if np.abs(own).mean() < np.abs(miss[alone]).mean():
+                fit, miss[alone] = replace(fit, prefill_law=waves), own
+        misses["prefill"] = _grid([tokens, prefix], miss[alone])
     if (~alone).any():
         misses["mixed"] = _grid([column[~alone] for column in columns], miss[~alone])
     return replace(fit, batch_law=law, misses=misses)
 
 
-SPLIT_BELOW = 0.8
-"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
-blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
+_TWINS_BY = ["tokens", "prefix", "decodes", "context"]
 
 
-def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
-    """How much longer than their even twins uneven batches take; the twin is the fit's own prediction of it."""
+def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame, twins: pd.DataFrame) -> AttentionFit:
+    """How much longer than their even twins uneven batches take; a twin that was not measured is the fit's own
+    prediction of it."""
+    measured = twins.groupby(_TWINS_BY)["us"].median().rename("even")
+    rows = rows.join(measured, on=_TWINS_BY)
     alone = rows[rows["tokens"] == 0]
     slopes: list[tuple[float, float]] = []
     for decodes, group in alone.groupby("decodes"):
-        excess = (group["us"] - fit.decode_us(group["decodes"], group["context"])).to_numpy(float)
+        predicted = fit.decode_us(group["decodes"], group["context"])
+        even = np.where(group["even"].isna(), predicted, group["even"])
+        excess = group["us"].to_numpy(float) - even
         beyond = (group["longest"] - group["context"]).to_numpy(float)
         weight = 1.0 / group["us"].to_numpy(float)
         slopes.append((float(decodes), max(0.0, _slope(beyond * weight, excess * weight))))
@@ -240,7 +311,8 @@ def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     slope = 0.0
     if len(mixed):
         us = mixed["us"].to_numpy(float)
-        even = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
+        predicted = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
+        even = np.where(mixed["even"].isna(), predicted, mixed["even"])
         end = mixed["tokens"] + mixed["prefix"]
         beyond = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
         use = (beyond > 0) & (np.abs(us - even) < 0.7 * us)

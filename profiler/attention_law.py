@@ -52,13 +52,19 @@ class BatchLaw:
 @dataclass(frozen=True)
 class DecodeLaw:
     """Coefficients of `decode_us`: microseconds a launch, 128 tokens begun of one sequence, and 1000 tokens of context
-    in all or alone."""
+    in all or alone.
+
+    combine: of the second kernel that puts split contexts together again. split_below: fewer decodes than this are
+    split, once their context fills more than one step (0: the kernel does not tell).
+    """
 
     launch: float = 12.0
     block: float = 0.15
     stream: float = 2.0
     alone: float = 3.0
     join: float = 1.5
+    combine: float = 0.0
+    split_below: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
@@ -132,7 +138,8 @@ def decode_us(law: DecodeLaw, decodes: ArrayLike, context: ArrayLike, typical: b
     shared = decodes * (law.block * context_steps(context, typical) + law.stream * context / 1000.0)
     alone = law.alone * context / 1000.0
     most = np.maximum(np.maximum(shared, alone), 1e-30)
-    return law.launch + most * ((shared / most) ** law.join + (alone / most) ** law.join) ** (1.0 / law.join)
+    launch = law.launch + np.where((decodes < law.split_below) & (context >= CONTEXT_STEP), law.combine, 0.0)
+    return launch + most * ((shared / most) ** law.join + (alone / most) ** law.join) ** (1.0 / law.join)
 
 
 BATCH_PRIOR = {"launch": 3.0, "block": 0.5, "step": 0.0, "decode_step": 1.17, "empty": 0.128, "write": 0.3, "join": 1.8}
@@ -166,15 +173,21 @@ def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array, query_r
     return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), pull, start))
 
 
-def fit_decode_law(predict: Callable[[DecodeLaw], Array], measured: Array) -> DecodeLaw:
+COMBINE_US = 2.0
+"""Where a fit of the second kernel starts: about the smallest kernel there is."""
+
+
+def fit_decode_law(predict: Callable[[DecodeLaw], Array], measured: Array, split_below: float = 0.0) -> DecodeLaw:
     """The same for decodes alone."""
-    names = [field.name for field in fields(DecodeLaw)]
+    names = [field.name for field in fields(DecodeLaw) if field.name not in ("combine", "split_below")]
     start = np.log([getattr(DecodeLaw(), name) for name in names])
+    if split_below:
+        names, start = [*names, "combine"], np.append(start, np.log(COMBINE_US))
 
     def law_of(x: Array) -> DecodeLaw:
         values = dict(zip(names, np.exp(x), strict=True))
         values["join"] = max(1.0, values["join"])
-        return DecodeLaw(**{name: float(value) for name, value in values.items()})
+        return DecodeLaw(**{name: float(value) for name, value in values.items()}, split_below=split_below)
 
     return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), lambda x: (x - start) * PRIOR_WEIGHT, start))
 

@@ -14,14 +14,22 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from profiler.attention_cells import Axis, evaluated, polynomials
 from profiler.attention_law import CONTEXT_STEP, BatchLaw
+from profiler.prefill_law import PrefillLaw
 
 Array = NDArray[np.float64]
 
 TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
 DECODE_LIMIT = 1024
+GRAIN = 2.0**-20
+"""Nanoseconds that shares of the machine are counted in."""
+MOST_CELLS = 1 << 14
+"""Cells of a chunk beside decodes kept as tuples (9 MB)."""
 _TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
+_BLOCKS = tuple(rows + more for rows in range(64, 1025, 64) for more in (0, 1))
+"""Where a chunk alone needs one block more, and may need one wave more."""
 _CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, CONTEXT_LIMIT)
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, DECODE_LIMIT)
 
@@ -33,6 +41,7 @@ class AttentionSource(Protocol):
     heads: int
     sms: int
     uneven_token_us: float
+    prefill_law: PrefillLaw | None
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array: ...
 
@@ -45,26 +54,6 @@ class AttentionSource(Protocol):
     def uneven_decode_us(self, decodes: ArrayLike) -> Array: ...
 
     def knots(self, axis: str) -> ArrayLike: ...
-
-
-class Axis:
-    """Knots of one coordinate and, for every whole number up to the last knot, the cell it lies in."""
-
-    def __init__(self, knots: ArrayLike) -> None:
-        self.knots = np.unique(np.asarray(knots, float))
-        self.cell = np.searchsorted(self.knots, np.arange(int(self.knots[-1]) + 1), side="right") - 1
-        self.cell = np.clip(self.cell, 0, len(self.knots) - 2)
-        self.last = len(self.cell) - 1
-        self.inverse = 1.0 / np.diff(self.knots)
-
-    def as_lists(self) -> tuple[list[int], list[float], list[float], int]:
-        """(cells, knots, inverse widths, last whole number), as Python lists."""
-        return self.cell.tolist(), self.knots.tolist(), self.inverse.tolist(), self.last
-
-    def locate(self, values: Any) -> tuple[NDArray[np.int64], Array]:
-        """(cell, weight of its upper knot); beyond the last knot the last cell is continued in a straight line."""
-        cell = self.cell[np.minimum(values, self.last).astype(np.int64)]
-        return cell, (values - self.knots[cell]) * self.inverse[cell]
 
 
 class AttentionTables:
@@ -97,49 +86,60 @@ class AttentionTables:
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
         counts = np.arange(DECODE_LIMIT + 1, dtype=float)
         value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :], typical) * 1e3
-        slope = np.diff(value, axis=1) * self.contexts.inverse
-        self._decode_slope = np.concatenate([slope, slope[:, -1:]], axis=1)
-        self._decode_base = value - self._decode_slope * self.contexts.knots
-        self._decode_row = len(self.contexts.knots)
+        slope = np.diff(value, axis=1) / np.diff(self.contexts.knots)
+        base = value[:, :-1] - slope * self.contexts.knots[:-1]
+        self._decode = np.stack([base, slope], axis=-1).reshape(-1, 2)
         captured = padded(np.arange(DECODE_LIMIT + 1)) if padded else counts
         self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
-        self._chunk = source.prefill_us(near[:, None], far[None, :]) * 1e3
-        grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
-        shape = tuple(axis.size for axis in grid)
-        everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape) if fused else np.zeros(0)
-        self._mixed = everywhere.reshape(-1)
-        self._strides = (
-            len(far) * len(self.decodes.knots) * len(far),
-            len(self.decodes.knots) * len(far),
-            len(far),
-        )
+        self.chunks = Axis([*self.tokens.knots, *_BLOCKS]) if source.prefill_law is not None else self.tokens
+        chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
+        self._chunk = polynomials(chunk, (self.chunks, self.contexts))
+        self._beside = np.zeros((0, 16))
+        if fused:
+            grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
+            shape = tuple(axis.size for axis in grid)
+            everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape)
+            self._beside = polynomials(everywhere, (self.tokens, self.contexts, self.decodes, self.contexts))
+
         law, machine = source.batch_law, source.heads / source.sms * 1e3
+        self._query_rows = law.query_rows
         self._share_block = (law.block + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * law.step) * machine
         self._share_step = law.step * machine / CONTEXT_STEP
         self._share_token = law.write
-        self._query_rows = law.query_rows
         self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
         self._make_lists()
 
     def _make_lists(self) -> None:
-        """Python lists of the same numbers: indexing them is several times cheaper than indexing arrays."""
-        self._base_list: list[float] = self._decode_base.reshape(-1).tolist()
-        self._slope_list: list[float] = self._decode_slope.reshape(-1).tolist()
-        self._beyond_list: list[float] = self._beyond.tolist()
-        self._chunk_list: list[float] = self._chunk.reshape(-1).tolist()
-        self._mixed_list: list[float] = self._mixed.tolist()
-        self._token_axis = self.tokens.as_lists()
-        self._decode_axis = self.decodes.as_lists()
-        self._context_axis = self.contexts.as_lists()
+        """Python lists and tuples of the same numbers: indexing them is several times cheaper than indexing arrays."""
+        wide, tall = self.contexts.cells, self.decodes.cells
+        self._strides = (wide * tall * wide, tall * wide, wide)
+        first, second, third = self._strides
+        context_cell = self.contexts.starts(1)
+        self._decode_lookup = (wide, context_cell, _tuples(self._decode), self._beyond.tolist())
+        self._chunk_lookup = (self.chunks.starts(wide), context_cell, _tuples(self._chunk))
+        # Cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for.
+        cells: dict[int, tuple[float, ...]] = {}
+        lists = (self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third), context_cell)
+        self._beside_lookup = (*lists, cells)
+        self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
+        self._share_list: list[tuple[int, int]] = _tuples(self._shares.T)
+
+    def _share_of(self, tokens: Any) -> NDArray[np.int64]:
+        """A chunk's share of the machine: an intercept and a slope over its prefix, by its tokens; in whole GRAINs, so
+        that the order of a sum does not matter."""
+        rows = self._query_rows
+        blocks = (tokens + (rows - 1)) // rows
+        start = blocks * (self._share_block + self._share_step * (0.5 * tokens + 0.5 * rows))
+        line = np.stack([start + self._share_token * tokens, blocks * self._share_step])
+        return np.asarray(np.rint(line / GRAIN), np.int64)
 
     def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
         """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
         other = copy(self)
-        other._decode_base, other._decode_slope = self._decode_base * decode, self._decode_slope * decode
-        other._beyond = self._beyond * decode
-        other._chunk, other._mixed = self._chunk * chunk, self._mixed * mixed
+        other._decode, other._beyond = self._decode * decode, self._beyond * decode
+        other._chunk, other._beside = self._chunk * chunk, self._beside * mixed
         other._share_block, other._share_step = self._share_block * chunk, self._share_step * chunk
         other._share_token = self._share_token * chunk
         other._uneven = self._uneven * mixed
@@ -155,44 +155,55 @@ class AttentionTables:
     def decode_ns(self, decodes: int, total: int, largest: int) -> float:
         """A batch of decodes and nothing else."""
         mean = total / decodes
-        whole = int(mean)
-        cells, _, _, end = self._context_axis
-        cell = cells[whole if whole < end else end]
+        wide, cells, table, beyond = self._decode_lookup
         row = decodes if decodes < DECODE_LIMIT else DECODE_LIMIT
-        at = row * self._decode_row + cell
-        ns = self._base_list[at] + self._slope_list[at] * mean
+        try:
+            base, slope = table[row * wide + cells[int(mean)]]
+        except IndexError:
+            base, slope = table[row * wide + cells[-1]]
+        ns = base + slope * mean
         if largest > mean:
-            ns = ns + self._beyond_list[row] * (largest - mean)
+            ns = ns + beyond[row] * (largest - mean)
         return ns if decodes <= DECODE_LIMIT else ns * (decodes / DECODE_LIMIT)
 
     def chunk_ns(self, tokens: int, prefix: int) -> float:
         """One chunk and nothing else."""
-        cells, knots, inverse, end = self._token_axis
-        i = cells[tokens if tokens < end else end]
-        x = (tokens - knots[i]) * inverse[i]
-        cells, knots, inverse, end = self._context_axis
-        j = cells[prefix if prefix < end else end]
-        y = (prefix - knots[j]) * inverse[j]
-        width, table = self._decode_row, self._chunk_list
-        at = i * width + j
-        low, high = table[at], table[at + width]
-        low = low + (table[at + 1] - low) * y
-        high = high + (table[at + width + 1] - high) * y
-        return low + (high - low) * x
+        starts, cells, table = self._chunk_lookup
+        try:
+            one, by_prefix, by_tokens, by_both = table[starts[tokens] + cells[prefix]]
+        except IndexError:
+            one, by_prefix, by_tokens, by_both = table[_at(starts, tokens) + _at(cells, prefix)]
+        return one + by_tokens * tokens + (by_prefix + by_both * tokens) * prefix
 
     def batch_ns(self, chunks: Sequence[tuple[int, int]], decodes: int, total: int, largest: int) -> float:
         """Chunks, with or without decodes beside them."""
-        tokens, prefix = chunks[0]
-        further, end = 0.0, prefix + tokens
-        if len(chunks) > 1:
+        if len(chunks) == 1:
+            ((tokens, prefix),) = chunks
+            if not decodes:
+                return self.chunk_ns(tokens, prefix)
+            further, end = 0.0, prefix + tokens
+        else:
             tokens, prefix, further, end = self._main_chunk(chunks)
         if not decodes:
             ns, reach = self.chunk_ns(tokens, prefix), prefix + tokens
         elif not self.fused:
             return self.chunk_ns(tokens, prefix) + further + self.decode_ns(decodes, total, largest)
         else:
+            # One chunk beside decodes of equal context: `attention_cells.evaluated`, written out.
             mean = total / decodes
-            ns = self._beside_ns(tokens, prefix, decodes, mean)
+            by_tokens, by_prefix, by_decodes, by_mean, cells = self._beside_lookup
+            try:
+                at = by_tokens[tokens] + by_prefix[prefix] + by_decodes[decodes] + by_mean[int(mean)]
+            except IndexError:
+                at = _at(by_tokens, tokens) + _at(by_prefix, prefix)
+                at += _at(by_decodes, decodes) + _at(by_mean, int(mean))
+            try:
+                a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = cells[at]  # noqa: E741
+            except KeyError:
+                a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = self._cell_beside(at)  # noqa: E741
+            low = a + i * tokens + (e + m * tokens) * prefix + (c + k * tokens + (g + o * tokens) * prefix) * decodes
+            high = b + j * tokens + (f + n * tokens) * prefix + (d + l * tokens + (h + p * tokens) * prefix) * decodes
+            ns = low + high * mean
             reach = prefix + tokens
             if mean > reach:
                 reach = mean
@@ -202,95 +213,49 @@ class AttentionTables:
             ns = ns + self._uneven * (end - reach)
         return ns + further
 
+    def _cell_beside(self, at: int) -> tuple[float, ...]:
+        """Coefficients of a cell that was not visited yet (or long ago)."""
+        cells = self._beside_lookup[-1]
+        if len(cells) >= MOST_CELLS:
+            cells.clear()
+        cells[at] = tuple(self._beside[at].tolist())
+        return cells[at]
+
     def _main_chunk(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int, float, int]:
         """(tokens, prefix) of the chunk with most work, the others' share of the machine, the furthest end of any."""
-        block, step, each, rows = self._share_block, self._share_step, self._share_token, self._query_rows
-        best, total, end, main = -1.0, 0.0, 0, (0, 0)
-        for tokens, prefix in chunks:
-            blocks = (tokens + rows - 1) // rows
-            share = blocks * (block + step * (prefix + 0.5 * tokens + 0.5 * rows)) + each * tokens
-            total = total + share
+        shares = self._share_list
+        best, total, end, main = -1, 0, 0, (0, 0)
+        for chunk in chunks:
+            tokens, prefix = chunk
+            try:
+                start, slope = shares[tokens]
+            except IndexError:
+                start, slope = self._share_of(np.array(tokens)).tolist()
+            share = start + slope * prefix
+            total += share
             if share > best:
-                best, main = share, (tokens, prefix)
+                best, main = share, chunk
             if prefix + tokens > end:
                 end = prefix + tokens
-        return main[0], main[1], total - best, end
-
-    def _beside_ns(self, tokens: int, prefix: int, decodes: int, mean: float) -> float:
-        """One chunk beside decodes of equal context: sixteen corners, fewer where a coordinate sits on a knot.
-
-        Written out, since calls would cost as much as the arithmetic: lerp along the mean context (w), the number of
-        decodes (z), the prefix (y) and the tokens (x), as `_beside_ns_of` does in columns.
-        """
-        cells, knots, inverse, end = self._token_axis
-        i = cells[tokens if tokens < end else end]
-        x = (tokens - knots[i]) * inverse[i]
-        cells, knots, inverse, end = self._decode_axis
-        k = cells[decodes if decodes < end else end]
-        z = (decodes - knots[k]) * inverse[k]
-        cells, knots, inverse, end = self._context_axis
-        j = cells[prefix if prefix < end else end]
-        y = (prefix - knots[j]) * inverse[j]
-        whole = int(mean)
-        last = cells[whole if whole < end else end]
-        w = (mean - knots[last]) * inverse[last]
-        first, second, third = self._strides
-        v = self._mixed_list
-        at = i * first + j * second + k * third + last
-        low = v[at]
-        low = low + (v[at + 1] - low) * w
-        if z:
-            over = v[at + third]
-            over = over + (v[at + third + 1] - over) * w
-            low = low + (over - low) * z
-        if y:
-            to = at + second
-            high = v[to]
-            high = high + (v[to + 1] - high) * w
-            if z:
-                over = v[to + third]
-                over = over + (v[to + third + 1] - over) * w
-                high = high + (over - high) * z
-            low = low + (high - low) * y
-        if not x:
-            return low
-        at += first
-        far = v[at]
-        far = far + (v[at + 1] - far) * w
-        if z:
-            over = v[at + third]
-            over = over + (v[at + third + 1] - over) * w
-            far = far + (over - far) * z
-        if y:
-            to = at + second
-            high = v[to]
-            high = high + (v[to + 1] - high) * w
-            if z:
-                over = v[to + third]
-                over = over + (v[to + third + 1] - over) * w
-                high = high + (over - high) * z
-            far = far + (high - far) * y
-        return low + (far - low) * x
+        return *main, (total - best) * GRAIN, end
 
     # --- vector ------------------------------------------------------------------------------------------------------
 
     def decode_ns_of(self, decodes: NDArray[np.int64], total: NDArray[np.int64], largest: NDArray[np.int64]) -> Array:
         """`decode_ns` of many batches, each with at least one decode."""
         mean = total / decodes
-        cell = self.contexts.cell[np.minimum(mean, self.contexts.last).astype(np.int64)]
         row = np.minimum(decodes, DECODE_LIMIT)
-        ns = self._decode_base[row, cell] + self._decode_slope[row, cell] * mean
-        ns = np.where(largest > mean, ns + self._beyond[row] * (largest - mean), ns)
-        return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
+        found = self._decode[row * self.contexts.cells + self.contexts.of(mean)]
+        ns = found[:, 0] + found[:, 1] * mean
+        ns += self._beyond[row] * np.maximum(largest - mean, 0.0)
+        if decodes.max(initial=0) > DECODE_LIMIT:
+            return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
+        return ns
 
     def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:
         """`chunk_ns` of many chunks."""
-        i, x = self.tokens.locate(tokens)
-        j, y = self.contexts.locate(prefix)
-        low, high = self._chunk[i, j], self._chunk[i + 1, j]
-        low = low + (self._chunk[i, j + 1] - low) * y
-        high = high + (self._chunk[i + 1, j + 1] - high) * y
-        return low + (high - low) * x
+        cells = self.chunks.of(tokens) * self.contexts.cells + self.contexts.of(prefix)
+        return evaluated(self._chunk, cells, (tokens, prefix))
 
     def batch_ns_of(
         self,
@@ -302,62 +267,65 @@ class AttentionTables:
         largest: NDArray[np.int64],
     ) -> Array:
         """`batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
-        starts = offsets[:-1]
-        query_rows = self._query_rows
-        blocks = (tokens + (query_rows - 1)) // query_rows
-        share = blocks * (self._share_block + self._share_step * (prefix + 0.5 * tokens + 0.5 * query_rows))
-        share = share + self._share_token * tokens
-        sizes = np.diff(offsets)
-        best = np.maximum.reduceat(share, starts)
-        is_best = np.flatnonzero(share == np.repeat(best, sizes))
-        main = is_best[np.searchsorted(is_best, starts)]
-        end = np.maximum.reduceat(prefix + tokens, starts)
-        summed = _running_sums(share, offsets)
-        further = np.where(sizes > 1, summed - best, 0.0)
-        main_tokens, main_prefix = tokens[main], prefix[main]
-        reach = (main_tokens + main_prefix).astype(float)
-        ns = np.empty(len(starts))
-        alone = decodes == 0
-        ns[alone] = self.chunk_ns_of(main_tokens[alone], main_prefix[alone])
-        beside = ~alone
+        further: Array | None = None
+        if len(tokens) == len(decodes):
+            end = reach = prefix + tokens
+        else:
+            tokens, prefix, further, end = self._main_chunks(tokens, prefix, offsets)
+            reach = prefix + tokens
+        ns = np.empty(len(decodes))
+        beside = decodes > 0
+        if beside.all():
+            some: Any = slice(None)
+        else:
+            alone = ~beside
+            ns[alone] = self.chunk_ns_of(tokens[alone], prefix[alone])
+            some = beside
         if beside.any():
-            n, mean = decodes[beside], total[beside] / decodes[beside]
-            if self.fused:
-                ns[beside] = self._beside_ns_of(main_tokens[beside], main_prefix[beside], n, mean)
-                reach[beside] = np.maximum(reach[beside], mean)
-                end = np.where(beside, np.maximum(end, largest), end)
+            t, p, n, all_of_them, longest = tokens[some], prefix[some], decodes[some], total[some], largest[some]
+            if not self.fused:
+                apart = self.chunk_ns_of(t, p) if further is None else self.chunk_ns_of(t, p) + further[some]
+                ns[some] = apart + self.decode_ns_of(n, all_of_them, longest)
             else:
-                parts = self.chunk_ns_of(main_tokens[beside], main_prefix[beside]) + further[beside]
-                ns[beside] = parts + self.decode_ns_of(n, total[beside], largest[beside])
-        ns = np.where((end > reach) & (alone | self.fused), ns + self._uneven * (end - reach), ns)
-        return np.where(alone | self.fused, ns + further, ns)
+                mean = all_of_them / n
+                ns[some] = self._beside_ns_of(t, p, n, mean)
+                reach = reach.astype(float)
+                reach[some] = np.maximum(reach[some], mean)
+                end = end.copy()
+                end[some] = np.maximum(end[some], longest)
+        if self.fused:
+            ns += self._uneven * np.maximum(end - reach, 0.0)
+            return ns if further is None else ns + further
+        if further is not None:
+            ns = np.where(beside, ns, ns + self._uneven * np.maximum(end - reach, 0.0) + further)
+        return ns
+
+    def _main_chunks(self, tokens: Any, prefix: Any, offsets: Any) -> tuple[Any, Any, Array, Any]:
+        """`_main_chunk` of many batches."""
+        starts, sizes = offsets[:-1], np.diff(offsets)
+        inside = tokens.max() <= TOKEN_LIMIT
+        share, slope = self._shares.take(tokens, axis=1) if inside else self._share_of(tokens)
+        share += slope * prefix
+        best = np.maximum.reduceat(share, starts)
+        main = np.flatnonzero(share == np.repeat(best, sizes))
+        if len(main) > len(starts):
+            main = main[np.searchsorted(main, starts)]
+        further = (np.add.reduceat(share, starts) - best) * GRAIN
+        return tokens[main], prefix[main], further, np.maximum.reduceat(prefix + tokens, starts)
 
     def _beside_ns_of(self, tokens: Any, prefix: Any, decodes: Any, mean: Any) -> Array:
-        i, x = self.tokens.locate(tokens)
-        j, y = self.contexts.locate(prefix)
-        k, z = self.decodes.locate(decodes)
-        last, w = self.contexts.locate(mean)
         first, second, third = self._strides
-        v = self._mixed
-        at = i * first + j * second + k * third + last
-
-        def pair(at: NDArray[np.int64]) -> Array:
-            low, high = v[at], v[at + third]
-            low = low + (v[at + 1] - low) * w
-            high = high + (v[at + third + 1] - high) * w
-            return low + (high - low) * z
-
-        low, high = pair(at), pair(at + first)
-        low = low + (pair(at + second) - low) * y
-        high = high + (pair(at + first + second) - high) * y
-        return low + (high - low) * x
+        cells = self.tokens.of(tokens) * first
+        cells += self.contexts.of(prefix) * second
+        cells += self.decodes.of(decodes) * third
+        cells += self.contexts.of(mean)
+        return evaluated(self._beside, cells, (tokens, prefix, decodes, mean))
 
 
-def _running_sums(values: Array, offsets: NDArray[np.int64]) -> Array:
-    """Sum of each batch's values added one after the other from 0.0, exactly as the scalar loop adds them."""
-    total = np.zeros(len(offsets) - 1)
-    sizes = np.diff(offsets)
-    for step in range(int(sizes.max(initial=0))):
-        has = sizes > step
-        total[has] = total[has] + values[offsets[:-1][has] + step]
-    return total
+def _tuples(table: NDArray[Any]) -> list[Any]:
+    return list(map(tuple, table.tolist()))
+
+
+def _at(starts: list[int], coordinate: int) -> int:
+    """The entry of a coordinate that may lie beyond the last knot."""
+    return starts[min(coordinate, len(starts) - 1)]

@@ -216,7 +216,7 @@ def published(
     each: Annotated[bool, typer.Option("--each", help="Print every step, not only each group.")] = False,
     json: Json = False,
 ) -> None:
-    """Holds a cost model against step times from papers (SARATHI, Sarathi-Serve, Splitwise, Vidur)."""
+    """Holds a cost model against step times from papers (SARATHI, Sarathi-Serve, Splitwise, Vidur, DistServe)."""
     from functools import cache
     from statistics import median
 

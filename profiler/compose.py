@@ -92,6 +92,7 @@ class _Parts:
     def __init__(self, fit: DeviceFit, spec: ModelSpec, hardware: Hardware, tp: int, terms: EngineTerms) -> None:
         self.fit, self.spec, self.hardware, self.tp, self.terms = fit, spec, hardware, tp, terms
         self.composed: list[str] = []
+        self.unmeasured: list[str] = []
         self.reach: list[float] = []
 
     # --- operators ---------------------------------------------------------------------------------------------------
@@ -100,6 +101,8 @@ class _Parts:
         curve, measured = self.fit.gemm(name, n, k)
         if not measured:
             self.composed.append(f"{name} {n}x{k}")
+            if not self.fit.between_gemms(n, k):
+                self.unmeasured.append(f"{name} {n}x{k}")
         if name != "head":
             self.reach.append(float(curve.rows[-1]))
         return lambda rows: self.fit.gemm_us(curve, rows)
@@ -127,6 +130,7 @@ class _Parts:
             if collective.participants == self.tp:
                 return lambda rows: collective.curve.smooth_us(rows * width)
         self.composed.append("all_reduce")
+        self.unmeasured.append("all_reduce")
         constants, link = RooflineConstants(), self.hardware.link
         latency = constants.all_reduce_ns if link.startswith("NVLink") else constants.pcie_all_reduce_ns
         moved = 2.0 * (self.tp - 1) / self.tp * width
@@ -184,7 +188,8 @@ class _Parts:
         found, measured = self.fit.attention_of(heads, kv, self.spec.head_dim)
         if not measured:
             self.composed.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
-        self._region = found.region
+            self.unmeasured.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
+        self._region, self._mixed = found.region, "mixed" in found.misses
         return found
 
     def region(self) -> Region:
@@ -197,7 +202,9 @@ class _Parts:
             prefix=measured.get("prefix", 0),
             decodes=measured.get("decodes", 0),
             context=measured.get("context", 0),
+            mixed=self._mixed,
             composed=tuple(self.composed),
+            unmeasured=tuple(self.unmeasured),
         )
 
     def provenance(self) -> dict[str, Any]:

@@ -85,6 +85,13 @@ class DeviceFit:
             return found, True
         return composed_curve(self.gemm_law, self.curves, self._gemm_grid, name, n, k), False
 
+    def between_gemms(self, n: int, k: int) -> bool:
+        """Whether a GEMM of this shape is interpolated on the grid of measured ones."""
+        grid = self._gemm_grid
+        return grid is not None and all(
+            axis[0] <= size <= axis[-1] for axis, size in zip(grid.axes[1:], (n, k), strict=True)
+        )
+
     @cached_property
     def _gemm_grid(self) -> Lattice | None:
         return gemm_grid(self.gemm_law, self.curves)
@@ -106,7 +113,8 @@ class DeviceFit:
         if not near:
             raise ProfileError(f"fitted model {self.gpu}: no attention was measured")
         closest = min(near, key=lambda fit: abs(fit.heads / fit.kv_heads - heads / kv_heads))
-        return transferred(closest, heads, kv_heads, head_dim), False
+        rate = self.gemm_law.bytes_per_us if self.gemm_law is not None else None
+        return transferred(closest, heads, kv_heads, head_dim, rate), False
 
 
 def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:

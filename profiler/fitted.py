@@ -25,12 +25,17 @@ MAX_ROWS = 1 << 20
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
 WORTH_AN_ARRAY = 96
 
+# So many shapes are evaluated at once: their columns stay in a processor's cache.
+BLOCK = 2048
+
 
 @dataclass(frozen=True)
 class Region:
     """The measured region: largest rows, sampled rows, chunk tokens, prefix, decodes and context.
 
-    composed: why shapes inside these bounds still count as outside: operators that were not measured in this width.
+    mixed: whether chunks were measured beside decodes.
+    composed: operators that were not measured in this width, by name. unmeasured: those of them that stand on more
+        than an interpolation between measured widths or one pass over their bytes, so that no shape counts as inside.
     """
 
     rows: int
@@ -39,7 +44,9 @@ class Region:
     prefix: int
     decodes: int
     context: int
+    mixed: bool = True
     composed: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class FittedModel:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.name, self.tile = engine.name, engine.tile
+        self.layer_split = engine.layer_split
         self.stages = len(engine.layer_split)
         self._attention = engine.attention
         self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
@@ -92,7 +100,10 @@ class FittedModel:
         self._before_ns = [self._host_before_ns(count) for count in range(1025)]
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
         region = engine.region
-        self._bounds = (region.composed, region.rows, region.decodes, region.sampled, region.context)
+        self._bounds = (
+            *(not region.unmeasured, region.mixed, region.rows, region.decodes, region.sampled, region.context),
+            *(region.tokens, region.prefix, engine.layer_split[0]),
+        )
 
     # --- terms by rows -----------------------------------------------------------------------------------------------
 
@@ -152,19 +163,20 @@ class FittedModel:
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
         chunks, rows, total, largest, dummy, sampled, executed = shape
-        composed, most_rows, most_decodes, most_sampled, longest = self._bounds
-        inside = not composed and rows <= most_decodes and largest <= longest and sampled <= most_sampled
+        measured, mixed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
+        inside = measured and rows <= most_decodes and largest <= longest and sampled <= most_sampled
         sequences = len(chunks) + rows
         ns = 0
         if chunks:
-            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * self.engine.layer_split[0] + 0.5)
-            region = self.engine.region
+            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * layers + 0.5)
+            if rows and not mixed:
+                inside = False
             for tokens, prefix in chunks:
                 rows += tokens
-                if tokens > region.tokens or prefix > region.prefix:
+                if tokens > most_tokens or prefix > furthest:
                     inside = False
         elif rows:
-            ns = int(self._attention.decode_ns(rows, total, largest) * self.engine.layer_split[0] + 0.5)
+            ns = int(self._attention.decode_ns(rows, total, largest) * layers + 0.5)
         rows += dummy
         if executed > rows:
             rows = executed
@@ -266,10 +278,18 @@ class FittedModel:
 
     def _attention_of(self, columns: ShapeColumns) -> NDArray[np.float64]:
         """One layer's attention of every batch, ns; 0 for a batch without any."""
-        attention = np.zeros(len(columns))
+        count = len(columns)
+        if count > BLOCK:
+            starts = range(0, count, BLOCK)
+            return np.concatenate([self._attention_of(columns.part(at, min(at + BLOCK, count))) for at in starts])
+        attention = np.zeros(count)
         with_chunks = columns.has_chunks
         alone = ~with_chunks & (columns.decodes > 0)
         counts, total, largest = columns.decodes, columns.decode_context_total, columns.decode_context_max
+        if with_chunks.all():
+            return self._attention.batch_ns_of(
+                columns.chunk_tokens, columns.chunk_prefix, columns.chunk_offsets, counts, total, largest
+            )
         if alone.all():
             return self._attention.decode_ns_of(counts, total, largest)
         if alone.any():
@@ -313,10 +333,12 @@ class FittedModel:
         return self._attention.decode_ns(decodes, total, largest) if decodes else 0.0
 
     def inside(self, shape: BatchShape) -> bool:
-        """Whether every operator was measured in this width and the shape lies within the measured bounds."""
+        """Whether the shape lies within the measured bounds, and every operator was measured in this width or between
+        measured ones (norms and activations may be passes over their bytes)."""
         region = self.engine.region
         return (
-            not region.composed
+            not region.unmeasured
+            and (region.mixed or not (shape.chunks and shape.decodes))
             and shape.rows <= region.rows
             and shape.sampled <= region.sampled
             and shape.decodes <= region.decodes

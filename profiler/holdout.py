@@ -216,7 +216,7 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
     import pandas as pd
 
     batches = batch_columns(table)
-    even = (batches["longest"] <= np.ceil(batches["context"])).to_numpy()
+    even = ((batches["longest"] <= np.ceil(batches["context"])) & ~batches["twin"]).to_numpy()
     table, batches = table[even].reset_index(drop=True), batches[even].reset_index(drop=True)
     found = {}
     for kind, (which, axes) in _KINDS.items():
@@ -291,7 +291,7 @@ def _iterations(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]
     spec = load_model_spec(str(own.table["model"].iloc[0]))
     batches = batch_columns(own.table)
     attention = (own.table["operator"] == "attention").to_numpy()
-    even = attention & (batches["longest"] <= np.ceil(batches["context"])).to_numpy()
+    even = attention & ((batches["longest"] <= np.ceil(batches["context"])) & ~batches["twin"]).to_numpy()
     gemms = ((own.table["k"] > 0) & (own.table["operator"] != "head")).to_numpy()
     whole = compose(fit_device(own, hardware), spec, hardware, tp=tp)
     rows = list(folds(own.table["rows"].to_numpy(float)[gemms], most=USED_ROWS))

@@ -30,19 +30,21 @@ from profiler.device_fit import Collective, DeviceFit
 from profiler.errors import ProfileError
 from profiler.gemm_law import TILES, GemmLaw
 from profiler.lattice import Lattice
+from profiler.prefill_law import PrefillLaw
 from profiler.row_curves import RowCurve
 
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer fitted model"
-VERSION = 1
+VERSION = 2
+MOST_SLOTS = 1 << 16
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
 MAX_ENTRIES = 20_000
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
-_AXES = {"decode": 2, "prefill": 2, "mixed": 4}
+_AXES = {"decode": 2, "single": 1, "prefill": 2, "mixed": 4}
 _REGION = ("tokens", "prefix", "decodes", "context")
 
 
@@ -96,6 +98,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "kernel": item.kernel,
                 "batch_law": item.batch_law.as_dict(),
                 "decode_law": item.decode_law.as_dict(),
+                "prefill_law": item.prefill_law and item.prefill_law.as_dict(),
                 "region": dict(item.region),
                 "misses": {key: lattice(grid) for key, grid in item.misses.items()},
             }
@@ -109,6 +112,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "sms": item.sms,
                 "batch_law": item.batch_law.as_dict(),
                 "decode_law": item.decode_law.as_dict(),
+                "prefill_law": item.prefill_law and item.prefill_law.as_dict(),
                 "uneven_decode": [list(pair) for pair in item.uneven_decode],
                 "uneven_token_us": item.uneven_token_us,
                 "streams_beside": item.streams_beside,
@@ -322,6 +326,7 @@ def _family(entry: _Entry, arrays: Array) -> AttentionFamily:
         kernel=entry.text("kernel"),
         batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
         decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
+        prefill_law=_prefill_law(entry),
         misses=misses,
         region={key: region.count(key) for key in ("streams", "context", "tokens", "query_heads")},
     )
@@ -336,6 +341,7 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
         sms=entry.count("sms", least=1),
         batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
         decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
+        prefill_law=_prefill_law(entry),
         misses=_misses(entry, arrays),
         uneven_decode=_slopes(entry),
         uneven_token_us=entry.number("uneven_token_us", 0, 1e3),
@@ -351,6 +357,18 @@ def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, Any]:
     if isinstance(law, BatchLaw):
         found["query_rows"] = values.count("query_rows", least=1)
     return found
+
+
+def _prefill_law(entry: _Entry) -> PrefillLaw | None:
+    if entry.values.get("prefill_law") is None:
+        return None
+    law = _Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
+    prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
+    counts = [law.count(name, least=1) for name in ("slots", "rows", "stride")]
+    for name, count in zip(("slots", "rows", "stride"), counts, strict=True):
+        if count > MOST_SLOTS:
+            law.fail(name, count, f"at most {MOST_SLOTS}")
+    return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts)
 
 
 def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:

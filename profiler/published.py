@@ -166,6 +166,33 @@ def _vidur(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     return steps
 
 
+def _distserve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
+    """OPT models on A100s: lines that their authors fitted to step times of two systems, evaluated at prompts and
+    batches of the sizes that their profiler visited. Decodes: one line up to the batch threshold, another beyond."""
+    from profiler.importers.distserve import BATCHES, CONTEXTS, PROMPTS
+
+    steps = []
+    for row in rows:
+        model, tp, phase = row["model"].rsplit("/", 1)[-1], int(row["tensor_parallel"]), row["phase"]
+        a, b, c = (float(row[key]) for key in ("a_ms", "b_ms", "c_ms"))
+        threshold = float(row["small_large_batch_threshold"])
+        system = "vLLM 0.2.3" if row["system"].startswith("vLLM") else "SwiftTransformer"
+        kind = "prefill" if phase == "prefill" else "decode"
+        group = f"{system} {model} tp{tp} {kind}"
+        shapes: list[tuple[str, BatchShape, float]] = []
+        if phase == "prefill":
+            shapes += [(f"{n} tokens", prefill([n]), a + b * n + c * n * n) for n in PROMPTS]
+        else:
+            for size in (size for size in BATCHES if (size <= threshold) == (phase == "decoding_smallbs")):
+                shapes += [
+                    (f"{size} x {context}", decode(size, context), a + b * size * context + c * size)
+                    for context in CONTEXTS
+                ]
+        for what, shape, ms in shapes:
+            steps.append(PublishedStep("DistServe", group, f"{system} {model} {what}", model, "a100", tp, shape, ms))
+    return steps
+
+
 def _step(
     source: str,
     group: str,
@@ -187,4 +214,5 @@ _READERS = {
     "sarathiserve_artifact_step_times.csv": _sarathi_serve,
     "splitwise_a100_step_times.csv": _splitwise,
     "vidur_profile_linear_ops_per_layer.csv": _vidur,
+    "distserve_profile_fits.csv": _distserve,
 }

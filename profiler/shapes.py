@@ -76,6 +76,23 @@ class ShapeColumns:
             *(table_column(name) for name in BatchShape._fields[1:]),
         )
 
+    def part(self, start: int, stop: int) -> ShapeColumns:
+        """Batches `start` to `stop` as views."""
+        offsets = self.chunk_offsets[start : stop + 1]
+        chunks = slice(int(offsets[0]), int(offsets[-1]))
+        batches = slice(start, stop)
+        return ShapeColumns(
+            self.chunk_tokens[chunks],
+            self.chunk_prefix[chunks],
+            offsets - offsets[0],
+            self.decodes[batches],
+            self.decode_context_total[batches],
+            self.decode_context_max[batches],
+            self.dummy_tokens[batches],
+            self.sampled[batches],
+            self.executed_rows[batches],
+        )
+
     def per_batch(self, chunk_values: Column) -> Column:
         """Sums of a per-chunk integer column over each batch's chunks."""
         sums = np.zeros(len(chunk_values) + 1, np.int64)

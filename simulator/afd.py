@@ -13,6 +13,7 @@ This is a cost model like any other, so every policy, leap and cluster works on 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -111,6 +112,16 @@ class AttentionFfnApart:
 
     def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
         return self.attention.host_ns(shape)
+
+    def perturbed(self, seed: int) -> AttentionFfnApart:
+        """Both groups' costs drawn from their own errors."""
+        for cost in (self.attention, self.ffn):
+            if not hasattr(cost, "perturbed"):
+                raise SimulationError(f"--runs: {cost.name} was not measured and knows no error")
+        other = copy(self)
+        other.attention, other.ffn = self.attention.perturbed(seed), self.ffn.perturbed(seed)  # type: ignore[attr-defined]
+        other._linear = {}
+        return other
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """One iteration, from embedding to sampler."""

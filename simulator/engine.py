@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +20,18 @@ from workloads import Trace
 
 @dataclass(frozen=True)
 class Engine:
-    """What every replica of a run shares: the policy, its costs and its limits."""
+    """What every replica of a run shares: the policy, its costs and its limits.
+
+    nominal: what a policy that plans by time believes, where `cost` is a draw from a model's error (no engine knows
+    its own residual); otherwise None, and it believes `cost` itself.
+    """
 
     policy: Policy
     cost: CostModel
     num_blocks: int
     max_model_len: int
     config: ReplayConfig
+    nominal: CostModel | None = None
 
     @property
     def devices(self) -> int:
@@ -60,9 +65,21 @@ class Engine:
         """What a replica does when its KV memory is full."""
         return ReplicaMemory(self)
 
+    def drawn(self, seed: int) -> Engine:
+        """The same engine with costs drawn from its cost model's own error; it plans by those that were fitted.
+
+        Raises SimulationError for a cost model that does not know its error (the roofline: nothing was measured).
+        """
+        perturbed = getattr(self.cost, "perturbed", None)
+        if perturbed is None:
+            raise SimulationError(
+                f"--runs: {self.cost.name} was not measured and knows no error; take a fitted cost model"
+            )
+        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost)
+
     def estimate_ns(self, shape: Any) -> int:
         """Predicted duration of one iteration, for policies that plan by time."""
-        cost = self.cost
+        cost = self.nominal or self.cost
         before, after = cost.host_ns(shape)
         return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
 

@@ -1,7 +1,8 @@
 """How unsure a prediction is: the same replay under cost models drawn from the fitted one's own error.
 
 A fitted model knows its error on structures it has not seen. `perturbed(seed)` draws a model that it allows:
-one factor per operator (one that is 3 % slow is so at every shape) and one for the host. The spread of a statistic
+one factor per operator (one that is 3 % slow is so at every shape) and one for the host. Policies that plan by time
+keep planning by the fitted model: an engine does not know its residual. The spread of a statistic
 over such draws is what the costs leave open; it says nothing of the workload's chance (`compare --seeds` does).
 """
 
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simulator.config import ReplayConfig
-from simulator.engine import make_engine
 from simulator.errors import SimulationError
+from simulator.pools import make_cluster_plan
 from simulator.simulation import replay as replay_trace
 from workloads import Trace
 
@@ -38,16 +39,14 @@ def predict_intervals(
         raise SimulationError(f"--runs: found {runs}, expected at least 2 draws for an interval")
     limited = trace if config.limit is None else trace.head(config.limit)
     scaled = limited if config.rate_scale == 1.0 else limited.scaled(config.rate_scale)
-    cost = make_engine(config, scaled).cost
-    perturbed = getattr(cost, "perturbed", None)
-    if perturbed is None:
-        raise SimulationError(f"--runs: {cost.name} was not measured and knows no error; take a fitted cost model")
-    summary = replay_trace(trace, config, cost=cost).summary
+    plan = make_cluster_plan(config, scaled)
+    plan.drawn(0)  # fails at once where costs know no error
+    summary = replay_trace(trace, config, plan=plan).summary
     draws = []
     for number in range(runs):
         if progress is not None:
             progress(number)
-        draws.append(replay_trace(trace, config, cost=perturbed(config.seed * 1_000_003 + number)).summary)
+        draws.append(replay_trace(trace, config, plan=plan.drawn(config.seed * 1_000_003 + number)).summary)
     return {
         key: Interval(float(value), *_ends([draw[key] for draw in draws]))
         for key, value in summary.items()

@@ -59,6 +59,10 @@ class ClusterPlan:
     def devices(self) -> int:
         return sum(pool.devices for pool in self.pools)
 
+    def drawn(self, seed: int) -> ClusterPlan:
+        """The same pools with costs drawn from their cost models' own errors (`Engine.drawn`)."""
+        return replace(self, pools=tuple(replace(pool, engine=pool.engine.drawn(seed)) for pool in self.pools))
+
 
 def make_cluster_plan(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> ClusterPlan:
     """Resolve every name of a config: pools, engines, router. `cost` overrides the cost model of every pool.

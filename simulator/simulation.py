@@ -47,13 +47,15 @@ def replay(
     config: ReplayConfig | None = None,
     *,
     cost: CostModel | None = None,
+    plan: ClusterPlan | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Run:
     """Replay `trace` under one policy.
 
     options: fields of `ReplayConfig`; a name that is none of them has to be a knob of the policy. cost: a cost model
-    object to use instead of the config's. progress(ended, total) is called now and then.
+    object to use instead of the config's. plan: a cluster of the same config, for repeated runs or other costs in
+    each pool. progress(ended, total) is called now and then.
 
     Raises SimulationError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
@@ -64,10 +66,10 @@ def replay(
         trace = trace.scaled(config.rate_scale)
     if not len(trace):
         raise SimulationError(f"{trace.name}: found no requests, expected at least one")
-    plan = make_cluster_plan(config, trace, cost)
+    cluster_plan = plan or make_cluster_plan(config, trace, cost)
     recorder = Recorder()
-    cluster = simulate(trace, plan, recorder, progress)
-    return _finish(trace, plan, cluster, recorder)
+    cluster = simulate(trace, cluster_plan, recorder, progress)
+    return _finish(trace, cluster_plan, cluster, recorder)
 
 
 def simulate(

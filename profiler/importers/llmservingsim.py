@@ -2,20 +2,25 @@
 
 Traps: times are microseconds of one layer (skew.csv: of `measurement_iterations` runs in a row, three in all known
 files, found here by comparing with attention.csv); `layernorm` runs twice a layer; attention.csv is a grid of *mixed*
-batches: one chunk of `prefill_chunk` tokens on `kv_prefill` cached ones, beside `n_decode` decodes of `kv_decode` each.
+batches: one chunk of `prefill_chunk` tokens on `kv_prefill` cached ones, beside `n_decode` decodes of `kv_decode` each;
+newer ones give `prefill_key` = kv_prefill + prefill_chunk / 2 instead, and list uneven batches request by request.
 Kernels were measured eagerly; the attention time includes writing the new keys and values.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from policies.input_file import read_text
+from profiler.attention_fit import TWIN
 from profiler.errors import ProfileError
-from profiler.importers.tables import read_csv
-from profiler.profile import Profile, make_profile
+from profiler.importers.tables import read_csv, read_header
+from profiler.profile import Profile, chunk_text, make_profile
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,7 +53,9 @@ def read(path: Path, tensor_parallel: int | None = None, model: str | None = Non
     parts = [_one_degree(folder / f"tp{tp}", spec, tp) for tp in degrees]
     table = pd.concat(parts, ignore_index=True)
     table["device"], table["model"], table["dtype"] = device, spec.name, "bfloat16"
-    table["backend"] = f"vllm {meta.get('vllm_version', 'unknown')} eager"
+    backend = f"vllm {meta.get('vllm_version', 'unknown')} eager"
+    twin = table["backend"].eq(TWIN) if "backend" in table else np.zeros(len(table), bool)
+    table["backend"] = np.where(twin, f"{backend}, {TWIN}", backend)
     provenance = {
         "source": "LLMServingSim",
         "licence": "MIT, casys-kaist/LLMServingSim",
@@ -64,12 +71,22 @@ def _degrees(path: Path, wanted: int | None) -> tuple[Path, list[int]]:
     match = re.fullmatch(r"tp(\d+)", path.name)
     if match:
         return path.parent, [int(match[1])]
-    found = sorted(int(entry.name[2:]) for entry in path.glob("tp*") if re.fullmatch(r"tp\d+", entry.name))
+    found = _tp_folders(path)
+    if not found:
+        # HARDWARE/MODEL/VARIANT: the variant of 16 bits, if there is just one.
+        inner = [entry for entry in sorted(path.glob("*")) if _tp_folders(entry)]
+        plain = [entry for entry in inner if entry.name in ("bf16", "fp16")] or inner
+        if len(plain) == 1:
+            return _degrees(plain[0], wanted)
     if wanted is not None:
         found = [tp for tp in found if tp == wanted]
     if not found:
         raise ProfileError(f"{path}: no tpN folder{f' for tp {wanted}' if wanted else ''}, expected e.g. {path}/tp1")
     return path, found
+
+
+def _tp_folders(path: Path) -> list[int]:
+    return sorted(int(entry.name[2:]) for entry in path.glob("tp*") if re.fullmatch(r"tp\d+", entry.name))
 
 
 def _meta(path: Path) -> dict[str, str]:
@@ -133,24 +150,95 @@ def _dense(folder: Path, spec: ModelSpec, tp: int) -> pd.DataFrame:
     )
 
 
+def _grid(folder: Path) -> pd.DataFrame:
+    """attention.csv in the columns of its first form. Newer ones name the chunk's mean key length (half of its own
+    tokens included) instead of its prefix, several kernels, and decodes of several query tokens."""
+    header = read_header(folder / "attention.csv")
+    tokens = "prefill_tokens" if "prefill_tokens" in header else "prefill_chunk"
+    prefix = "prefill_key" if "prefill_key" in header else "kv_prefill"
+    more = ["decode_q_len"] if "decode_q_len" in header else []
+    numbers = [tokens, prefix, "n_decode", "kv_decode", *more, "time_us"]
+    grid = read_csv(folder / "attention.csv", numbers, ["layer"] if "layer" in header else [])
+    if "layer" in header:
+        grid = grid[grid["layer"] == "attention"]
+    if more:
+        grid = grid[(grid["decode_q_len"] <= 1) | (grid["n_decode"] == 0)]
+    if not len(grid):
+        raise ProfileError(f"{folder}/attention.csv: no row of the kernel `attention` with one query token a decode")
+    grid = grid.rename(columns={tokens: "prefill_chunk", prefix: "kv_prefill"})
+    if prefix == "prefill_key":
+        before = grid["kv_prefill"] - grid["prefill_chunk"] / 2
+        grid["kv_prefill"] = before.round().clip(lower=0).where(grid["prefill_chunk"] > 0, 0)
+    return grid
+
+
 def _attention(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
-    columns = ["prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"]
-    grid = read_csv(folder / "attention.csv", columns)
+    grid = _grid(folder)
     return _batches(grid, heads, grid["kv_decode"] * grid["n_decode"], grid["kv_decode"], grid["time_us"] * 1e-6)
 
 
 def _skew(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
-    """Decodes of two lengths: `nb` of `n` have kv_big tokens, the others kvs. Their even twins are left out."""
+    """Uneven batches, where they were measured: in one of two forms."""
     import pandas as pd
 
-    numbers = ["n", "nb", "pc", "kp", "kvs", "kv_big", "t_max_us", "t_skew_us"]
-    skew = read_csv(folder / "skew.csv", numbers, optional=True)
-    if not len(skew):
+    skew = folder / "skew.csv"
+    if not skew.exists() and not skew.is_symlink():
         return pd.DataFrame()
+    if "requests_json" in read_header(skew):
+        return _listed_batches(folder, heads)
+    return _two_lengths(folder, heads)
+
+
+def _listed_batches(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
+    """Newer form: (query tokens, history) of every request of a batch; times of one forward."""
+    import pandas as pd
+
+    header = read_header(folder / "skew.csv")
+    table = read_csv(folder / "skew.csv", ["t_skew_us"], [*(["layer"] if "layer" in header else []), "requests_json"])
+    rows = []
+    for number, row in table.iterrows():
+        if row.get("layer", "attention") != "attention":
+            continue
+        try:
+            pairs = [(int(query), int(history)) for query, history in json.loads(row["requests_json"])]
+        except (TypeError, ValueError):
+            where = f"{folder}/skew.csv: row {int(str(number)) + 2}, requests_json"
+            raise ProfileError(
+                f"{where}: found {row['requests_json'][:40]!r}, expected [[query, history], ...]"
+            ) from None
+        chunks = [(query, history) for query, history in pairs if query > 1]
+        contexts = [history for query, history in pairs if query == 1]
+        rows.append(
+            {
+                "operator": "attention",
+                "rows": sum(query for query, _ in pairs),
+                **heads,
+                "chunks": chunk_text(chunks),
+                "repeats": 3,
+                "decodes": len(contexts),
+                "decode_context_total": sum(contexts),
+                "decode_context_max": max(contexts, default=0),
+                "median_s": row["t_skew_us"] * 1e-6,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _two_lengths(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
+    """Decodes of two lengths: `nb` of `n` have kv_big tokens, the others kvs; and their even twins (all contexts the
+    mean), measured beside them, which tell what being uneven costs."""
+    import pandas as pd
+
+    numbers = ["n", "nb", "pc", "kp", "kvs", "kv_big", "t_mean_us", "t_max_us", "t_skew_us"]
+    skew = read_csv(folder / "skew.csv", numbers)
     skew = skew.rename(columns={"pc": "prefill_chunk", "kp": "kv_prefill", "n": "n_decode"})
-    runs = _runs_in_a_row(skew, read_csv(folder / "attention.csv", [*_GRID, "kv_decode", "time_us"]))
+    runs = _runs_in_a_row(skew, _grid(folder))
     total = skew["nb"] * skew["kv_big"] + (skew["n_decode"] - skew["nb"]) * skew["kvs"]
-    return _batches(skew, heads, total, skew["kv_big"], skew["t_skew_us"] * (1e-6 / runs))
+    uneven = _batches(skew, heads, total, skew["kv_big"], skew["t_skew_us"] * (1e-6 / runs))
+    mean = np.ceil(total / skew["n_decode"]).astype(int)
+    even = _batches(skew, heads, total, mean, skew["t_mean_us"] * (1e-6 / runs))
+    even["backend"] = TWIN
+    return pd.concat([uneven, even], ignore_index=True)
 
 
 _GRID = ["prefill_chunk", "kv_prefill", "n_decode"]

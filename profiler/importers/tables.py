@@ -52,3 +52,13 @@ def read_csv(path: Path, numbers: Iterable[str], texts: Iterable[str] = (), opti
     for column in texts:
         table[column] = table[column].astype(str)
     return table[[*texts, *numbers]]
+
+
+def read_header(path: Path) -> list[str]:
+    """Column names of a CSV."""
+    check_width(path)
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return [name.strip() for name in file.readline(1 << 20).split(",")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: cannot be read as CSV: {str(error).splitlines()[0]}") from None

@@ -191,9 +191,28 @@ def test_any_dense_model_is_composed_from_a_kernel_table_and_says_so(gpu: str) -
     decode = BatchShape((), 64, 64_000, 1000, 0, 64)
     assert eight.stage_ns(decode) < four.stage_ns(decode) < 2 * eight.stage_ns(decode)
     assert four.breakdown(decode)["all_reduce"] > 0
-    assert not four.inside(decode)
     assert "norm" in four.engine.region.composed
     assert not any(name.startswith("attention") for name in four.engine.region.composed)
+    # GEMMs between measured widths, prompts without prefixes: inside. Prefixes and mixed batches were never measured.
+    prompt = BatchShape(((512, 0),), 0, 0, 0, 0, 1)
+    mixed = prompt._replace(decodes=64, decode_context_total=64_000, decode_context_max=1000)
+    shapes = [decode, prompt, BatchShape(((512, 512),)), mixed]
+    assert [four.inside(shape) for shape in shapes] == [True, True, False, False]
+    assert [four.iteration_ns(shape)[3] for shape in shapes] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "a6000", "rtx4090"])
+def test_decodes_beside_a_chunk_read_their_bytes_too(gpu: str) -> None:
+    """Without grouped heads (LLaMA-13B) bytes decide: no faster beside a chunk than alone, less the launch."""
+    hardware, spec = load_hardware(gpu), load_model_spec("llama-13b")
+    fitted = compose(shipped(gpu), spec, hardware, terms=PLAIN)
+    chunk, decodes = BatchShape(((256, 512),), 0, 0, 0, 0, 1), BatchShape((), 8, 8 * 2000, 2000, 0, 8)
+    both = BatchShape(chunk.chunks, *decodes[1:])
+    beside = fitted.breakdown(both)["mixed_attention"] - fitted.breakdown(chunk)["attention"]
+    kv_bytes = 8 * 2000 * 2 * spec.kv_heads * spec.head_dim * 2 * spec.layers
+    assert beside > kv_bytes / hardware.memory_bandwidth * 1e9
+    launch = fitted.breakdown(BatchShape((), 1, 1, 1, 0, 1))["attention"]
+    assert beside >= 0.99 * (fitted.breakdown(decodes)["attention"] - launch)
 
 
 @pytest.mark.parametrize(("gpu", "tile", "least", "most"), [("h100", 512, 1.03, 1.3), ("a100", 128, 1.2, 1.6)])

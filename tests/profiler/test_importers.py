@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from profiler.errors import ProfileError
@@ -31,6 +33,32 @@ def test_llmservingsim_times_are_microseconds_and_skew_covers_three_runs() -> No
     # skew.csv: 2 decodes of 128 and 512 tokens, 53.343 us for three runs in a row.
     uneven = profile.only(operator="attention", chunks="", decodes=2)
     assert seconds(uneven, decode_context_total=640, decode_context_max=512) == pytest.approx(53.343e-6 / 3)
+
+
+@needs_data
+def test_newer_llmservingsim_tables_say_the_same(tmp_path: Path) -> None:
+    """prefill_key = kv_prefill + prefill_chunk / 2; kernels by name; uneven batches listed; a variant's folder."""
+    old = DATA / "llmservingsim/RTX4090/Llama-3.1-8B"
+    new = tmp_path / "RTX4090/meta-llama/Llama-3.1-8B"
+    (new / "bf16/tp1").mkdir(parents=True)
+    shutil.copy(old / "meta.yaml", new / "bf16/meta.yaml")
+    for name in ("dense.csv", "per_sequence.csv"):
+        shutil.copy(old / "tp1" / name, new / "bf16/tp1" / name)
+    grid = pd.read_csv(old / "tp1/attention.csv")
+    grid["prefill_key"] = (grid["kv_prefill"] + grid["prefill_chunk"] / 2).where(grid["prefill_chunk"] > 0, 0)
+    grid = grid.drop(columns="kv_prefill").assign(layer="attention", decode_q_len=1)
+    verify = grid[grid["n_decode"] > 0].head(3).assign(decode_q_len=4, time_us=1e6)
+    pd.concat([grid, verify]).to_csv(new / "bf16/tp1/attention.csv", index=False)
+    pairs = "[[128, 512], [1, 300], [1, 1000]]"
+    (new / "bf16/tp1/skew.csv").write_text(f'layer,requests_json,t_skew_us\nattention,"{pairs}",42.5\n')
+    table = import_profile("llmservingsim", new).rows_of("attention")
+    same = import_profile("llmservingsim", old).rows_of("attention").head(len(grid))
+    shape = ["chunks", "decodes", "decode_context_total", "median_s"]
+    assert table[shape].head(len(grid)).values.tolist() == same[shape].values.tolist()
+    assert table[shape].iloc[-1].tolist() == ["128:512", 2, 1300, pytest.approx(42.5e-6)]
+    (new / "bf16/tp1/skew.csv").write_text("layer,requests_json,t_skew_us\nattention,oops,1\n")
+    with pytest.raises(ProfileError, match=r"skew.csv: row 2, requests_json: found 'oops'"):
+        import_profile("llmservingsim", new)
 
 
 @needs_data

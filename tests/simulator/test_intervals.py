@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from policies.batch import BatchShape
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.intervals import predict_intervals
+from simulator.pools import make_cluster_plan
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 TRACE = trace_of([(0.2 * i, 300, 10) for i in range(30)])
@@ -29,14 +31,26 @@ def test_the_interval_is_that_of_the_drawn_costs(monkeypatch):
     cost = UnsureCost(device_ns=10_000_000)
     import simulator.intervals as intervals
 
-    def engine(config, trace):
-        return type("Engine", (), {"cost": cost})
-
-    monkeypatch.setattr(intervals, "make_engine", engine)
+    monkeypatch.setattr(intervals, "make_cluster_plan", lambda config, trace: make_cluster_plan(config, trace, cost))
     found = predict_intervals(TRACE, ReplayConfig(num_blocks=1000), 60)["tbt_s_p50"]
     assert found.value == 0.01
     assert found.low == pytest.approx(0.0091, abs=0.0003)
     assert found.high == pytest.approx(0.0109, abs=0.0003)
+
+
+def test_a_policy_plans_by_the_fitted_costs_and_is_charged_the_drawn_ones():
+    engine = make_cluster_plan(ReplayConfig(num_blocks=1000), TRACE, UnsureCost(device_ns=10_000_000)).engine
+    drawn = engine.drawn(3)
+    shape = BatchShape(((64, 0),))
+    assert drawn.cost.stage_ns(shape) != engine.cost.stage_ns(shape)
+    assert drawn.estimate_ns(shape) == drawn.scheduler().host.estimate_ns(shape) == engine.estimate_ns(shape)
+
+
+def test_every_pool_draws_from_its_own_costs():
+    pools = ({"role": "prefill", "gpu": "h100"}, {"role": "decode", "gpu": "rtx4090"})
+    plan = make_cluster_plan(ReplayConfig(num_blocks=1000, cost_model="auto", pools=pools), TRACE).drawn(1)
+    assert ["h100" in pool.engine.cost.name for pool in plan.pools] == [True, False]
+    assert all("draw 1" in pool.engine.cost.name for pool in plan.pools)
 
 
 def test_a_shipped_fit_gives_intervals_and_the_same_ones_again():
