@@ -1,16 +1,20 @@
 """How fast is the simulator? Iterations per second beside a bare SimPy loop, in one process, and a whole real trace.
 
-    python benchmarks/simulator.py [--json] [--trace AzureLLMInferenceTrace_conv.csv] [--repeats 5]
+    python benchmarks/simulator.py [--json] [--trace AzureLLMInferenceTrace_conv.csv] [--repeats 5] [--requests 1000000]
 
 An iteration is compared with what SimPy itself needs for one timeout of one process, so that the figure is a ratio that
-a busy or slow machine does not change much. CPU seconds are given with wall seconds for the same reason.
+a busy or slow machine does not change much. CPU seconds are given with wall seconds for the same reason. Pipelines and
+replicas are those of benchmarks/clusters.py. --requests adds a long run whose records are streamed to disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +25,13 @@ import simpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from metrics import Recorder
+from benchmarks.clusters import measure_pipeline, measure_replicas
+from metrics import Recorder, summarise
 from policies import make_policy
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
 from simulator.simulation import Engine, make_engine, simulate
-from workloads import Trace, read_trace
+from workloads import Trace, generate, read_trace
 
 SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
 VIDUR_SECONDS = 30.8
@@ -111,6 +116,44 @@ def measure_trace(path: Path, policy: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_start() -> dict[str, float]:
+    """Wall seconds of fresh processes, best of three: the help text, and everything up to one simulated request."""
+    root = Path(__file__).resolve().parents[1]
+    one_request = (
+        "from simulator import replay\nfrom workloads import generate\n"
+        "replay(generate(requests=1, arrivals='poisson:1', prompt='fixed:8', output='fixed:1'), cost_model='roofline')"
+    )
+
+    def best(command: list[str]) -> float:
+        return min(
+            timed(lambda: subprocess.run([sys.executable, *command], cwd=root, check=True, capture_output=True))[0]
+            for _ in range(3)
+        )
+
+    return {"help_s": best(["-m", "simulator", "--help"]), "first_iteration_s": best(["-c", one_request])}
+
+
+def measure_long(requests: int) -> dict[str, Any]:
+    """A conversation of so many requests, records streamed to disk, and its summary. peak_mib: of this process."""
+
+    def peak_mib() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    trace = generate(requests=requests, arrivals="poisson:5.53", prompt="lognormal:1020,1", output="lognormal:129,1")
+    engine = make_engine(ReplayConfig(policy="chunked", cost_model="roofline"), trace)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(stream_to=folder)
+        wall, cpu, _ = timed(lambda: simulate(trace, engine, recorder))
+        tables = recorder.tables()
+        after_run = peak_mib()
+        summary_wall, summary_cpu, _ = timed(lambda: summarise(tables))
+        return {
+            "requests": requests, "iterations": tables.rows("iterations"), "wall_s": wall, "cpu_s": cpu,
+            "peak_mib": after_run, "summary_wall_s": summary_wall, "summary_cpu_s": summary_cpu,
+            "peak_mib_with_summary": peak_mib(),
+        }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON only")
@@ -118,12 +161,20 @@ def main() -> None:
     parser.add_argument("--policies", default="chunked", help="policies for the trace, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, help="also a long run of so many requests, streamed to disk")
     arguments = parser.parse_args()
 
     measure_changing(16, 2_000)  # imports and tables
     result: dict[str, Any] = measure_ratio((16, 64, 256), arguments.iterations, arguments.repeats)
     if arguments.trace.exists():
         result["trace"] = [measure_trace(arguments.trace, policy) for policy in arguments.policies.split(",")]
+        # A part of it: a pipeline has many more iterations.
+        some = read_trace(arguments.trace).head(4_000)
+        result["pipeline of 4"] = measure_pipeline(some)
+        result["replicas"] = [measure_replicas(some, "round_robin", replicas) for replicas in (1, 8, 1_000)]
+    result["start"] = measure_start()
+    if arguments.requests:
+        result["long run"] = measure_long(arguments.requests)
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
@@ -140,6 +191,26 @@ def main() -> None:
             f"{arguments.trace.name}, {row['policy']}: {row['iterations']:,} iterations in {row['wall_s']:.2f} s wall, "
             f"{row['cpu_s']:.2f} s CPU (+ {row['tables_s']:.2f} s tables, {row['read_s']:.2f} s reading); "
             f"{row['times_faster_than_vidur']:.0f} times less than Vidur's {VIDUR_SECONDS} s"
+        )
+    if "pipeline of 4" in result:
+        row = result["pipeline of 4"]
+        print(
+            f"pipeline of 4: {row['us_per_iteration']:.1f} us CPU an iteration, "
+            f"{row['iterations_per_cpu_s']:,.0f} iterations a CPU second"
+        )
+        for row in result["replicas"]:
+            print(
+                f"{row['replicas']:,} replicas: {row['cpu_s'] / row['requests'] * 1e6:.0f} us CPU a request, "
+                f"{row['us_per_iteration']:.1f} us an iteration"
+            )
+    start = result["start"]
+    print(f"start: help in {start['help_s']:.2f} s, first iteration in {start['first_iteration_s']:.2f} s")
+    if "long run" in result:
+        row = result["long run"]
+        print(
+            f"{row['requests']:,} requests, {row['iterations']:,} iterations: {row['wall_s']:.0f} s wall, "
+            f"{row['cpu_s']:.0f} s CPU, at most {row['peak_mib']:,.0f} MiB; summary {row['summary_cpu_s']:.0f} s CPU, "
+            f"at most {row['peak_mib_with_summary']:,.0f} MiB"
         )
 
 

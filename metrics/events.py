@@ -38,19 +38,34 @@ pack_row = Struct(f"{ROW_LENGTH}q").pack
 One small bytes object a row: thirty integers of their own would fill a processor's cache with a few thousand rows.
 """
 
-pack_leap = Struct(f"{len(NUMBERS)}q").pack
-"""NUMBERS of a leap's first iteration as bytes (0 where each step has its own)."""
+STRAIGHT = (
+    "end_s", "decodes", "decode_context_total", "decode_context_max", "sampled", "running", "waiting", "free_blocks",
+    "host_before_s", "host_after_s", "request", "tokens", "prefix", "cohort", "step",
+)  # fmt: skip
+"""What an iteration of a stretch has of its own, with its one chunk (tokens 0: none) and cohort (decodes 0: none)."""
+
+pack_straight = Struct(f"{len(STRAIGHT)}q").pack
+"""The row of an iteration in a stretch as bytes: STRAIGHT, half of what a plain one needs."""
+
+LEAP = (
+    "replica", "iteration", "planned_s", "decodes", "decode_context_total", "decode_context_max", "dummy_tokens",
+    "sampled", "executed_rows", "running", "waiting", "host_before_s", "host_after_s",
+)  # fmt: skip
+
+pack_leap = Struct(f"{len(LEAP)}q").pack
+"""The numbers of a leap's first iteration as bytes: LEAP."""
 
 
 class Plain(NamedTuple):
     """Plain iterations as a recorder buffers them.
 
-    rows: of `pack_row`. chunks, cohorts: the fields of whatever does not fit there, from the second of each on, as flat
-    numbers; stages: those of every stage given. measured: (position in the buffer, wall_s, cpu_s) of iterations that
-    were timed.
+    rows: of `pack_row`. at: the row of the table that each of them becomes. chunks, cohorts: the fields of whatever
+    does not fit there, from the second of each on, as flat numbers; stages: those of every stage given. measured:
+    (position in the buffer, wall_s, cpu_s) of iterations that were timed.
     """
 
     rows: list[bytes]
+    at: list[int]
     chunks: list[int]
     cohorts: list[int]
     stages: list[Ns]
@@ -61,15 +76,32 @@ class Plain(NamedTuple):
             held.clear()
 
 
+class Stretch(NamedTuple):
+    """Iterations of one replica on one stage that follow each other without a gap and are numbered one by one.
+
+    at: the row of the table that the first becomes. first: its position among the straight rows; the stretch lasts
+    until the next one begins. planned_ns: when the first was planned; every other when the one before it ended. inside:
+    holds for all.
+    """
+
+    at: int
+    first: int
+    replica: int
+    number: int
+    planned_ns: Ns
+    inside: bool
+
+
 class Leaps(NamedTuple):
     """What a recorder keeps of one leap beside its first iteration's numbers.
 
-    after: plain iterations buffered before it. Sequences have one entry per step; a single number holds for all.
-    starts_ns, device_ns: None where steps follow each other without a gap on one stage: each is planned when the one
-        before it ends (the first at the `planned_s` of the numbers), and its device is busy between the host's times.
+    at: the row of the table that its first iteration becomes. Sequences have one entry per step; a single number holds
+    for all. starts_ns, device_ns: None where steps follow each other without a gap on one stage: each is planned when
+    the one before it ends (the first at the `planned_s` of the numbers), and its device is busy between the host's
+    times. taken: blocks that the plan of each step after the first took; None where free_blocks has them all.
     """
 
-    after: int
+    at: int
     steps: int
     cohort: int
     first_step: int
@@ -77,8 +109,9 @@ class Leaps(NamedTuple):
     ends_ns: Ints | Sequence[Ns]
     planned_ns: Ints | None
     free_blocks: Ints | Sequence[int] | int
+    taken: Sequence[int] | None
     device_ns: Ints | Ns | None
-    inside: NDArray[np.bool_] | bool
+    inside: NDArray[np.bool_] | Sequence[bool] | bool
     stages_ns: Ints | None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import STATUSES, MetricsError
-from metrics.events import CHUNK_FIELDS, COHORT_FIELDS, Plain, pack_leap, pack_row
+from metrics.events import CHUNK_FIELDS, COHORT_FIELDS, Plain, Stretch, pack_leap, pack_row
 from policies.batch import BatchShape
 from policies.request import Ns, Request
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from metrics.tables import RunTables
 
 _NAN = math.nan
+# A row of a leap takes less than a fourth of the memory of a plain one until it is written.
+_LEAPT_ROWS = 4
 _NO_CHUNK, _NO_COHORT = (0,) * CHUNK_FIELDS, (0,) * COHORT_FIELDS
 
 
@@ -37,15 +39,21 @@ class Recorder:
     stream_to: an existing folder to stream parquet files into (a scratch folder: `write_run` copies them from there).
 
     Sequences and arrays that are handed in are kept, not copied: the caller must not change them afterwards.
+
+    straight: where whoever has begun a `stretch` appends one `metrics.events.pack_straight` an iteration, nothing else
+    being recorded meanwhile. Once it holds `part_rows` rows the next row has to begin another stretch.
     """
 
     def __init__(self, *, part_rows: int = 4_096, stream_to: str | Path | None = None) -> None:
         if part_rows < 1:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
-        self._part_rows = part_rows
-        self._plain = Plain([], [], [], [], [])
-        self._append_row, self._extend_stages = self._plain.rows.append, self._plain.stages.extend
+        self.part_rows = part_rows
+        self._plain = Plain([], [], [], [], [], [])
+        self._append_row, self._append_at = self._plain.rows.append, self._plain.at.append
+        self._extend_stages = self._plain.stages.extend
         self._rows = 0
+        self.straight: list[bytes] = []
+        self._stretches: list[Stretch] = []
         self._leap_rows: list[bytes] = []
         self._leaps: list[tuple[Any, ...]] = []
         self._leapt = 0
@@ -109,6 +117,7 @@ class Recorder:
         other; stages: those of all stages.
         """
         self._append_row(row)
+        self._append_at(self._rows + self._leapt + len(self.straight))
         if chunks:
             self._plain.chunks.extend(chunks)
         if cohorts:
@@ -116,8 +125,18 @@ class Recorder:
         if stages:
             self._extend_stages(stages)
         self._rows += 1
-        if self._rows >= self._part_rows:
+        if self._rows >= self.part_rows:
             self._flush_iterations()
+
+    def stretch(self, replica: int, number: int, planned_ns: Ns, inside: bool) -> None:
+        """The next rows appended to `straight` are iterations of one replica that follow each other without a gap.
+
+        number: of the first of them, planned at planned_ns; every other is planned when the one before it ends.
+        """
+        if len(self.straight) >= self.part_rows:
+            self._flush_iterations()
+        held = len(self.straight)
+        self._stretches.append(Stretch(self._rows + self._leapt + held, held, replica, number, planned_ns, inside))
 
     def leap(
         self,
@@ -149,7 +168,7 @@ class Recorder:
         self._leap(
             replica, first_number, shape, 0, running, waiting, host_before_ns, host_after_ns,
             (
-                self._rows, len(starts_ns), cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each,
+                len(starts_ns), cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each, None,
                 device_ns_each, inside, stages_ns,
             ),
         )  # fmt: skip
@@ -165,21 +184,20 @@ class Recorder:
         first_step: int,
         running: int,
         waiting: int,
-        free_blocks_each: Sequence[int],
+        free_blocks: int,
+        taken: Sequence[int],
         host_before_ns: Ns,
         host_after_ns: Ns,
         inside: Sequence[bool] | bool,
     ) -> None:
         """A `leap` on one stage; each iteration is planned when the one before it ends, the first at planned_ns.
 
-        Whatever is not host time is device time, so the ends say it all.
+        Whatever is not host time is device time, so the ends say it all. free_blocks: after the plan of the first;
+        taken: what each plan that follows took, that of the iteration after the leap included.
         """
         self._leap(
             replica, first_number, shape, planned_ns, running, waiting, host_before_ns, host_after_ns,
-            (
-                self._rows, len(ends_ns), cohort, first_step, None, ends_ns, None, free_blocks_each, None, inside,
-                None,
-            ),
+            (len(ends_ns), cohort, first_step, None, ends_ns, None, free_blocks, taken, None, inside, None),
         )  # fmt: skip
 
     def _leap(
@@ -199,13 +217,13 @@ class Recorder:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
         self._leap_rows.append(
             pack_leap(
-                replica, first_number, planned_ns, 0, 0, decodes, context_total, context_max, dummy_tokens, sampled,
-                executed_rows, 0, running, waiting, 0, 0, host_before_ns, host_after_ns, 0, 0,
+                replica, first_number, planned_ns, decodes, context_total, context_max, dummy_tokens, sampled,
+                executed_rows, running, waiting, host_before_ns, host_after_ns,
             )
         )  # fmt: skip
-        self._leaps.append(leap)
-        self._leapt += leap[1]
-        if self._leapt >= self._part_rows:
+        self._leaps.append((self._rows + self._leapt + len(self.straight), *leap))
+        self._leapt += leap[0]
+        if self._leapt >= self.part_rows * _LEAPT_ROWS:
             self._flush_iterations()
 
     def cohort_times(self, replica: int, cohort: int, times_ns: array[int] | Sequence[Ns] | NDArray[np.int64]) -> None:
@@ -219,7 +237,7 @@ class Recorder:
             return
         self._cohorts.append((replica, cohort, np.array(times_ns, dtype=np.int64)))
         self._token_rows += len(times_ns)
-        if self._token_rows >= self._part_rows:
+        if self._token_rows >= self.part_rows:
             self._flush_tokens()
 
     def request(
@@ -250,7 +268,7 @@ class Recorder:
                 cached_tokens, segments, segment_replicas,
             )
         )  # fmt: skip
-        if len(self._requests) >= self._part_rows:
+        if len(self._requests) >= self.part_rows:
             self._flush_requests()
 
     def tables(self) -> RunTables:
@@ -270,10 +288,13 @@ class Recorder:
     def _flush_iterations(self) -> None:
         from metrics.columnar import iteration_tables
 
-        if not self._rows and not self._leaps:
+        if not self._rows and not self._leaps and not self.straight:
             return
-        iterations, stages = iteration_tables(self._plain, self._leap_rows, self._leaps)
+        straight = self.straight, self._stretches
+        iterations, stages = iteration_tables(self._plain, straight, self._leap_rows, self._leaps)
         self._plain.clear()
+        self.straight.clear()
+        self._stretches.clear()
         self._leap_rows.clear()
         self._leaps.clear()
         self._rows = self._leapt = 0

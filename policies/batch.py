@@ -78,9 +78,8 @@ class Batch:
     """
 
     __slots__ = (
-        "_context_max", "_context_total", "_sampled", "_scheduler", "alarm_ns", "budget_left", "cached_tokens",
-        "chunks", "decodes", "dummy_tokens", "grown", "joins", "new_blocks", "number", "only_now", "parts",
-        "planned_ns", "preempted", "shape", "swap_in", "swap_out",
+        "_scheduler", "alarm_ns", "budget_left", "cached_tokens", "chunks", "decodes", "dummy_tokens", "grown", "joins",
+        "new_blocks", "number", "only_now", "parts", "planned_ns", "preempted", "shape", "swap_in", "swap_out",
     )  # fmt: skip
 
     number: int

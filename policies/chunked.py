@@ -21,6 +21,7 @@ class Chunked(Policy):
     chunk_size: int = knob(512, "tokens of one batch; decodes count one each, prompts get the rest", least=1)
 
     repeats: ClassVar[bool] = True
+    repeats_chunks: ClassVar[bool] = True
     paper: ClassVar[str] = "Sarathi-Serve (OSDI 2024), Algorithm 3"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

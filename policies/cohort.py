@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from policies.batch import Decodes
 from policies.request import Ns
 from policies.track import Track
 
 if TYPE_CHECKING:
     from policies.ledger import KVLedger
+
+_by_order = attrgetter("order")
+# A named tuple made without its own constructor, which costs more than all the rest of a step.
+_new = tuple.__new__
 
 
 class Cohort:
@@ -25,19 +31,23 @@ class Cohort:
     context_total / context_max: contexts before the next step, that is without the token about to be decoded.
     growth: KV blocks that the next step needs. peak: the most members it ever had.
     longest_base: the base of the member with the longest context.
+    ends_at: whose last token a step delivers, by the number of steps completed by then.
+    by_id: whether its ledger hands out block ids and so wants to know who needs a block, not only how many do.
 
     A member's context is `track.base + planned`. It joins at step `segment_start`: times[segment_start] is the time of
     the token that its last chunk sampled (or, after a merge, of its first token decoded here).
     """
 
     __slots__ = (
-        "_by_base", "_end_steps", "_ends_at", "_growing", "_grows_later", "_growth", "_members", "_unsorted",
-        "block_size", "closing", "context_total", "longest_base", "lost", "number", "peak", "planned", "size", "times",
+        "_by_base", "_end_steps", "_growing", "_grows_later", "_growth", "_members", "_unsorted", "block_size",
+        "by_id", "closing", "context_total", "ends_at", "longest_base", "lost", "number", "peak", "planned", "size",
+        "times",
     )  # fmt: skip
 
-    def __init__(self, number: int, block_size: int) -> None:
+    def __init__(self, number: int, block_size: int, *, by_id: bool = True) -> None:
         self.number = number
         self.block_size = block_size
+        self.by_id = by_id
         self.planned = 0
         self.times: list[Ns] = []
         self.size = 0
@@ -45,13 +55,13 @@ class Cohort:
         self.context_total = 0
         self._members: dict[Track, None] = {}
         self._unsorted = False
-        # A member needs a block every block_size steps, always at the same remainder: who, by remainder, and how many.
+        # A member needs a block every block_size steps, always at the same remainder: who (by id), and how many.
         self._growing: dict[int, dict[Track, None]] = {}
         self._growth = [0] * block_size
         # Members who hold blocks for more than block_size further steps, by the step at which they need their first.
         self._grows_later: dict[int, dict[Track, None]] = {}
-        # Whose last token a step delivers, and these steps as a heap.
-        self._ends_at: dict[int, dict[Track, None]] = {}
+        self.ends_at: dict[int, dict[Track, None]] = {}
+        # These steps as a heap; the first is always one of them.
         self._end_steps: list[int] = []
         self._by_base: list[tuple[int, int, Track]] = []
         self.longest_base = 0
@@ -95,7 +105,7 @@ class Cohort:
 
     def _sort(self) -> None:
         if self._unsorted:
-            self._members = dict.fromkeys(sorted(self._members, key=lambda track: track.order))
+            self._members = dict.fromkeys(sorted(self._members, key=_by_order))
             self._unsorted = False
 
     # Membership
@@ -107,10 +117,11 @@ class Cohort:
         """
         context = track.own_context
         members = self._members
+        planned = self.planned
         if members and not self._unsorted and next(reversed(members)).order > track.order:
             self._unsorted = True
         members[track] = None
-        track.base = base = context - self.planned
+        track.base = base = context - planned
         track.cohort = self
         track.segment_start = segment_start
         track.decodes_from = decodes_from
@@ -127,11 +138,16 @@ class Cohort:
             heapify(by_base)
         else:
             heappush(by_base, (-base, track.order, track))
-        self._grow_from(track.blocks * self.block_size - base, {track: None})
+        block_size = self.block_size
+        grows = track.blocks * block_size - base
+        if self.by_id or grows >= planned + block_size:
+            self._grow_from(grows, {track: None})
+        else:
+            self._growth[grows % block_size] += 1
         end = segment_start + track.ends_after - track.produced
-        ending = self._ends_at.get(end)
+        ending = self.ends_at.get(end)
         if ending is None:
-            self._ends_at[end] = {track: None}
+            self.ends_at[end] = {track: None}
             heappush(self._end_steps, end)
         else:
             ending[track] = None
@@ -144,16 +160,24 @@ class Cohort:
         planned = self.planned
         base = track.base
         context = base + planned
-        held = -(-context // self.block_size)
+        block_size = self.block_size
+        held = -(-context // block_size)
+        grows = track.blocks * block_size - base
         if held < track.blocks:
             held = track.blocks
-        self._grow_no_more(track, track.blocks * self.block_size - base)
+        if self.by_id or self._grows_later:
+            self._grow_no_more(track, grows)
+        else:
+            self._growth[grows % block_size] -= 1
         end = track.segment_start + track.ends_after - track.produced
-        ending = self._ends_at.get(end)
+        ending = self.ends_at.get(end)
         if ending is not None and track in ending:
             del ending[track]
             if not ending:
-                del self._ends_at[end]
+                del self.ends_at[end]
+                ends = self._end_steps
+                while ends and ends[0] not in self.ends_at:
+                    heappop(ends)
         del self._members[track]
         self.size -= 1
         self.context_total -= context
@@ -176,26 +200,30 @@ class Cohort:
 
     # Steps
 
-    def plan_step(self, ledger: KVLedger) -> bool:
-        """Plan one step and take the blocks that it needs; False, and nothing has changed, if these are short."""
-        step = self.planned
+    def plan_step(self, ledger: KVLedger) -> Decodes | None:
+        """Plan one step and take the blocks that it needs; None, and nothing has changed, if these are short."""
+        step, size, total = self.planned, self.size, self.context_total
         if self._grows_later:
             self._ripen(step)
         remainder = step % self.block_size
         growth = self._growth[remainder]
         if growth:
             if growth > ledger.free_blocks:
-                return False
-            ledger.grow(self._growing[remainder])
+                return None
+            if self.by_id:
+                ledger.grow(self._growing[remainder])
+            else:
+                ledger.take(growth)
         self.planned = step + 1
-        self.context_total += self.size
-        return True
+        self.context_total = total + size
+        return _new(Decodes, (self, step, size, total, step + self.longest_base))
 
     def plan_steps(self, steps: int, ledger: KVLedger) -> list[int]:
         """Plan `steps` steps at once, for which there have to be blocks; returns the blocks that each of them took."""
         first = self.planned
         growth, block_size = self._growth, self.block_size
-        if ledger.by_id or self._grows_later:
+        later = self._grows_later
+        if self.by_id or (later and min(later) < first + steps):
             taken = []
             for step in range(first, first + steps):
                 if self._grows_later:
@@ -203,7 +231,10 @@ class Cohort:
                 remainder = step % block_size
                 taken.append(growth[remainder])
                 if growth[remainder]:
-                    ledger.grow(self._growing[remainder])
+                    if self.by_id:
+                        ledger.grow(self._growing[remainder])
+                    else:
+                        ledger.take(growth[remainder])
         else:
             # Numbers alone: the same growth again and again, from this step's remainder on.
             remainder = first % block_size
@@ -216,36 +247,23 @@ class Cohort:
         self.context_total += steps * self.size
         return taken
 
-    def complete(self, now_ns: Ns) -> bool:
-        """The oldest step in flight is done; returns whether it delivered somebody's last token."""
-        times = self.times
-        times.append(now_ns)
-        done = len(times)
-        if done not in self._ends_at:
-            return False
-        ends = self._end_steps
-        while ends and ends[0] <= done:
-            heappop(ends)
-        return True
-
     def ending(self) -> list[Track]:
         """Members whose last token the latest completed step delivered, in admission order; they have to leave."""
-        return sorted(self._ends_at[len(self.times)], key=lambda track: track.order)
+        ending = self.ends_at.get(len(self.times))
+        if not ending:
+            return []
+        return sorted(ending, key=_by_order) if len(ending) > 1 else list(ending)
 
     def exhausted(self) -> list[Track]:
         """Members whose declared limit is reached by the steps planned so far, in admission order."""
-        ending = self._ends_at.get(self.planned)
+        ending = self.ends_at.get(self.planned)
         if not ending:
             return []
-        return sorted(
-            (t for t in ending if t.ends_after == t.limit_after), key=lambda track: track.order
-        )
+        return sorted((t for t in ending if t.ends_after == t.limit_after), key=_by_order)
 
     def steps_to_next_end(self) -> int:
         """Steps that can be planned before one of them delivers somebody's last token (that one included)."""
         steps = self._end_steps
-        while steps and steps[0] not in self._ends_at:
-            heappop(steps)
         return steps[0] - self.planned if steps else 0
 
     def growth_within(self, steps: int) -> int:
@@ -289,12 +307,13 @@ class Cohort:
 
     def _grow_regularly(self, step: int, tracks: dict[Track, None]) -> None:
         remainder = step % self.block_size
-        growing = self._growing.get(remainder)
-        if growing:
-            growing.update(tracks)
-        else:
-            self._growing[remainder] = tracks
         self._growth[remainder] += len(tracks)
+        if self.by_id:
+            growing = self._growing.get(remainder)
+            if growing:
+                growing.update(tracks)
+            else:
+                self._growing[remainder] = tracks
 
     def _grow_no_more(self, track: Track, step: int) -> None:
         waiting = self._grows_later.get(step)
@@ -304,7 +323,8 @@ class Cohort:
                 del self._grows_later[step]
             return
         remainder = step % self.block_size
-        del self._growing[remainder][track]
+        if self.by_id:
+            del self._growing[remainder][track]
         self._growth[remainder] -= 1
 
     def _ripen(self, step: int) -> None:

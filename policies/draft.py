@@ -29,7 +29,6 @@ class Draft(Batch):
     """One plan; what it has been granted when the policy returns is the batch.
 
     budget_left: tokens that may still be granted. preempted: victims of this plan so far. parts, chunks: the grants.
-
     only_now: the policy said that this plan holds for this moment only.
     """
 
@@ -50,9 +49,6 @@ class Draft(Batch):
         self.cached_tokens = 0
         self.alarm_ns: Ns | None = None
         self.only_now = False
-        self._context_total = 0
-        self._context_max = 0
-        self._sampled = 0
 
     # What a policy may ask for
 
@@ -64,8 +60,7 @@ class Draft(Batch):
         grant); nothing is reserved then.
         """
         scheduler = self._scheduler
-        step = cohort.planned
-        if step != len(cohort.times):
+        if cohort.planned != len(cohort.times):
             self._refuse_if_not_chased(cohort)
         size = cohort.size
         most = self.budget_left
@@ -76,16 +71,11 @@ class Draft(Batch):
                 return 0
             scheduler.split(cohort, most)
             size = cohort.size
-        ledger = scheduler.ledger
-        total, deepest = cohort.context_total, step + cohort.longest_base
-        if not cohort.plan_step(ledger):
+        part = cohort.plan_step(scheduler.ledger)
+        if part is None:
             return 0
         self.budget_left -= size
         self.decodes += size
-        self._context_total += total
-        if deepest > self._context_max:
-            self._context_max = deepest
-        part = _new(Decodes, (cohort, step, size, total, deepest))
         self.parts.append(part)
         self.grown.append(part)
         return size
@@ -100,7 +90,9 @@ class Draft(Batch):
         scheduler = self._scheduler
         queues = scheduler.queues
         if at_most is None:
-            at_most = -(-queues.num_running // scheduler.host.micro_batches)
+            at_most = queues.num_running
+            if scheduler.host.micro_batches > 1:
+                at_most = -(-at_most // scheduler.host.micro_batches)
         for cohort in queues.cohorts:
             # Counted anew each time: a victim may have been granted its decode before.
             while cohort.size and (left := at_most - self.decodes) > 0 and self.budget_left > 0:
@@ -121,14 +113,25 @@ class Draft(Batch):
             granted = self.budget_left
         if granted <= 0:
             return 0
-        ledger = self._scheduler.ledger
+        scheduler = self._scheduler
+        ledger = scheduler.ledger
         context = prefix + granted
         short = -(-context // ledger.block_size) - track.blocks
         if short > 0:
             if short > ledger.free_blocks:
                 return 0
             ledger.extend(track, context)
-        self._grant_chunk(track, granted, prefix)
+        if ledger.prefix_caching:
+            self._grant_chunk(track, granted, prefix)
+            return granted
+        # What _grant_chunk does, without the call.
+        track.own_context = context
+        track.chunks_in_flight += 1
+        scheduler.queues.prefill_tokens -= granted
+        self.budget_left -= granted
+        chunk = _new(Chunk, (track, granted, prefix, context == track.own_known))
+        self.chunks.append(chunk)
+        self.parts.append(chunk)
         return granted
 
     def admit(self, track: Track, tokens: int, *, reserve: int = 0, must_fit: int = 0) -> int:
@@ -244,7 +247,17 @@ class Draft(Batch):
 
     def _finish(self, number: int) -> Batch:
         """The plan is done: this very object, without the right to ask for more."""
-        shape = self._shape_so_far()
+        chunks, grown = self.chunks, self.grown
+        if len(chunks) == 1 and len(grown) == 1:
+            # What _shape_so_far does, for the most common plan.
+            _, tokens, prefix, samples = chunks[0]
+            _, _, decodes, total, deepest = grown[0]
+            shape = _new(
+                BatchShape,
+                (((tokens, prefix),), decodes, total, deepest, self.dummy_tokens, decodes + samples, 0),
+            )
+        else:
+            shape = self._shape_so_far()
         self.__class__ = Batch  # type: ignore[assignment]
         self.number = number
         self.shape = shape  # type: ignore[misc]
@@ -252,24 +265,29 @@ class Draft(Batch):
         return self
 
     def _shape_so_far(self) -> BatchShape:
-        chunks, decodes = self.chunks, self.decodes
-        if not chunks:
-            pairs: tuple[tuple[int, int], ...] = ()
-        elif len(chunks) == 1:
-            pairs = (chunks[0][1:3],)
-        else:
+        chunks, grown = self.chunks, self.grown
+        sampled = decodes = self.decodes
+        if len(chunks) == 1:
+            _, tokens, prefix, samples = chunks[0]
+            pairs: tuple[tuple[int, int], ...] = ((tokens, prefix),)
+            sampled += samples
+        elif chunks:
             pairs = tuple([chunk[1:3] for chunk in chunks])
-        return _new(
-            BatchShape,
-            (
-                pairs, decodes, self._context_total, self._context_max, self.dummy_tokens, decodes + self._sampled,
-                0,
-            ),
-        )  # fmt: skip
+            sampled += sum([chunk[3] for chunk in chunks])
+        else:
+            pairs = ()
+        if len(grown) == 1:
+            _, _, _, total, deepest = grown[0]
+        elif grown:
+            total = sum([part[3] for part in grown])
+            deepest = max([part[4] for part in grown])
+        else:
+            total = deepest = 0
+        return _new(BatchShape, (pairs, decodes, total, deepest, self.dummy_tokens, sampled, 0))
 
     def _refuse_if_not_chased(self, cohort: Cohort) -> None:
         scheduler = self._scheduler
-        granted_here = any(isinstance(part, Decodes) and part.cohort is cohort for part in self.parts)
+        granted_here = any(part.cohort is cohort for part in self.grown)
         if granted_here or not scheduler.host.chase_decodes:
             raise PolicyError(
                 "a cohort was granted twice in one plan"
@@ -287,7 +305,6 @@ class Draft(Batch):
         scheduler.queues.prefill_tokens -= tokens
         self.budget_left -= tokens
         samples = context == track.own_known
-        self._sampled += samples
         chunk = _new(Chunk, (track, tokens, prefix, samples))
         self.chunks.append(chunk)
         self.parts.append(chunk)
@@ -365,10 +382,7 @@ class Draft(Batch):
         self._recount()
 
     def _recount(self) -> None:
-        """Sums over the parts, after one of them shrank."""
+        """Chunks, decodes and their sum, after a part shrank or went."""
         self.chunks = [part for part in self.parts if isinstance(part, Chunk)]
-        self.grown = cohorts = [part for part in self.parts if isinstance(part, Decodes)]
-        self._sampled = sum([chunk.samples for chunk in self.chunks])
-        self.decodes = sum([part.size for part in cohorts])
-        self._context_total = sum([part.context_total for part in cohorts])
-        self._context_max = max([part.context_max for part in cohorts], default=0)
+        self.grown = [part for part in self.parts if isinstance(part, Decodes)]
+        self.decodes = sum([part.size for part in self.grown])

@@ -37,10 +37,13 @@ class Policy:
 
     repeats: the promise that opens leaps over equal iterations: if the last plan was one whole cohort, preempted
         nobody, and since then nobody arrived, ended or was freed, it would be planned again. False is always safe.
+    repeats_chunks: the same promise for a plan of all that runs, one whole cohort (or none) and a chunk of one prompt:
+        with the next chunk of that prompt, of the same size, while the prompt lacks more than that and blocks suffice.
     paper: where the rule comes from. memory: the memory rule of its system.
     """
 
     repeats: ClassVar[bool] = False
+    repeats_chunks: ClassVar[bool] = False
     paper: ClassVar[str] = ""
     memory: ClassVar[MemoryRule] = MemoryRule()
 

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -49,6 +48,8 @@ class Knob:
 
 def policy_names() -> list[str]:
     """Built-in policies in the order of their history, then those of other packages."""
+    from importlib.metadata import entry_points
+
     others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
     return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
 
@@ -61,6 +62,8 @@ def policy_class(name: str) -> type[Policy]:
     path, colon, cls = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _checked(class_from_file("policy", Path(path), cls), name)
+    from importlib.metadata import entry_points
+
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             return _checked(point.load(), name)

@@ -13,13 +13,14 @@ from math import ceil
 from typing import NamedTuple
 
 from policies.admission import AdmissionControl
-from policies.batch import Batch, BatchShape, Decodes
+from policies.batch import Batch
 from policies.cohort import Cohort
 from policies.draft import UNLIMITED, Draft
 from policies.errors import PolicyError
 from policies.handover import Handover
 from policies.host import Host
 from policies.ledger import KVLedger
+from policies.lockstep import Lockstep
 from policies.policy import Policy
 from policies.queues import Queues
 from policies.request import Ns, Request
@@ -39,7 +40,7 @@ class Outcome(NamedTuple):
     gaps: Sequence[tuple[Ns, int]]
 
 
-class Scheduler:
+class Scheduler(Lockstep):
     """One engine's queues, ledger and policy.
 
     token_budget: most tokens of one batch, None for no limit. max_num_seqs: most requests admitted at once.
@@ -85,6 +86,7 @@ class Scheduler:
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._stopped: list[Track] = []
         self._only_now = False
 
     @property
@@ -224,6 +226,7 @@ class Scheduler:
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts:
                 break
+            self._stopped += draft.preempted
             if not draft.preempted and (queues.in_flight_batches or not queues.waiting or not self.handover.reclaim()):
                 break
         self.alarm_ns = draft.alarm_ns
@@ -231,6 +234,10 @@ class Scheduler:
         if not draft.parts:
             return None
         batch = draft._finish(self._batches)
+        if self._stopped:
+            # Whoever holds something for a victim hears of it with the next batch, whichever plan stopped it.
+            batch.preempted = [*self._stopped, *batch.preempted]
+            self._stopped = []
         self._batches += 1
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= batch.shape[5]
@@ -266,21 +273,22 @@ class Scheduler:
 
     def deliver(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Sequence[Track]:
         """`complete` for whoever reads token times off the cohorts afterwards: returns those who have finished."""
-        queues = self.queues
-        queues.in_flight_batches -= 1
+        self.queues.in_flight_batches -= 1
         for chunk in batch.chunks:
             chunk[0].chunks_in_flight -= 1
         finished: Sequence[Track] = ()
         grown = batch.grown
-        for part in grown:
-            cohort, step = part[0], part[1]
-            assert len(cohort.times) == step, "batches complete in plan order"
+        for cohort, step, _, _, _ in grown:
+            times = cohort.times
+            assert len(times) == step, "batches complete in plan order"
+            times.append(now_ns)
+            step += 1
             if cohort.lost:
-                cohort.lost.pop(step, 0)
-            if cohort.complete(now_ns):
+                cohort.lost.pop(step - 1, 0)
+            if step in cohort.ends_at:
                 finished = [*finished, *cohort.ending()]
             if cohort.closing:
-                finished = [*finished, *cohort.closing.pop(step + 1, ())]
+                finished = [*finished, *cohort.closing.pop(step, ())]
         for track, epoch in batch.joins:
             if track.epoch == epoch and track.first_token_ns < 0:
                 track.first_token_ns = now_ns
@@ -294,44 +302,6 @@ class Scheduler:
             self._merge([part[0] for part in grown])
         return finished
 
-    # Equal iterations
-
-    def quiet_steps(self, batch: Batch) -> int:
-        """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
-        if batch.chunks or len(batch.grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
-            return 0
-        if batch.preempted or batch.swap_out or batch.shape[4] or self.alarm_ns is not None or self._only_now:
-            return 0
-        cohort, _, size, _, _ = batch.grown[0]
-        if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
-            return 0
-        steps = cohort.steps_to_next_end()
-        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
-
-    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> list[int]:
-        """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.
-
-        Exactly what that many calls of complete(batch, end) and plan(end) would do; `batch` is then the last of them,
-        in flight. Returns the KV blocks that each of these plans took.
-        """
-        steps = len(ends_ns)
-        cohort, step, size, total, longest = batch.grown[0]
-        ledger = self.ledger
-        taken = cohort.plan_steps(steps, ledger)
-        cohort.times.extend(ends_ns)
-        batch.number += steps
-        self._batches += steps
-        batch.planned_ns = ends_ns[-1]
-        batch.new_blocks = ledger.take_new_blocks() if ledger.by_id else ()
-        total += steps * size
-        longest += steps
-        part = Decodes(cohort, step + steps, size, total, longest)
-        batch.parts = [part]
-        batch.grown = [part]
-        batch.shape = BatchShape((), size, total, longest, 0, size)
-        self.queues.decode_tokens_promised -= steps * size
-        return taken
-
     # Books kept for the draft
 
     def start(self, track: Track, cached: int, now_ns: Ns) -> None:
@@ -344,8 +314,10 @@ class Scheduler:
         if track.admitted_ns < 0:
             track.admitted_ns = now_ns
         track.own_context = cached
-        track.cached_total += cached - track.computed
-        queues.prefill_tokens -= cached - track.computed
+        if cached:
+            hit = cached - track.computed
+            track.cached_total += hit
+            queues.prefill_tokens -= hit
         queues.count_running(track, 1)
         queues.parts.append(track)
         queues.parts_changed()
@@ -385,43 +357,7 @@ class Scheduler:
                 latest = last
         return latest
 
-    def split(self, cohort: Cohort, first: int) -> None:
-        """Keep the first members in admission order in `cohort`; the rest stand by as a cohort right after it."""
-        if cohort.in_flight:
-            raise PolicyError("a cohort in flight cannot be split: give asynchronous scheduling a larger token budget")
-        rest = self._new_cohort()
-        # Its clock starts at the token that all of them had last; no segment claims that step.
-        rest.times.append(cohort.times[-1])
-        rest.planned = 1
-        for track in list(cohort.members())[first:]:
-            cohort.leave(track)
-            rest.join(track, 1, 1)
-        parts = self.queues.parts
-        parts.insert(parts.index(cohort) + 1, rest)
-        self.queues.parts_changed()
-
-    def take_retired(self) -> list[Cohort]:
-        """Cohorts that died since the last call and whose token times are complete."""
-        if not self.retired:
-            return []
-        done = [cohort for cohort in self.retired if not cohort.in_flight]
-        if done:
-            self.retired = [cohort for cohort in self.retired if cohort.in_flight]
-        return done
-
     # Inside
-
-    def _set_exhausted_aside(self) -> None:
-        """Before cohorts in flight are planned again: members whose declared limit that flight reaches leave now.
-
-        They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
-        """
-        for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
-            for track in cohort.exhausted():
-                cohort.leave(track, deliver=True)
-                track.closing = True
-                cohort.closing.setdefault(cohort.planned, []).append(track)
-        self._drop_empty_parts()
 
     @staticmethod
     def _unplanned(track: Track) -> int:
@@ -429,85 +365,6 @@ class Scheduler:
         if track.cohort is not None or track.closing:
             return 0
         return track.own_known - max(track.own_context, track.computed)
-
-    def _new_cohort(self) -> Cohort:
-        cohort = Cohort(self._cohorts, self.ledger.block_size)
-        self._cohorts += 1
-        return cohort
-
-    def _join(self, track: Track, batch: Batch) -> None:
-        """A prompt is complete with this batch: its track decodes from now on, in lockstep with the batch's decodes."""
-        queues = self.queues
-        parts = queues.parts
-        track.own_known = track.own_context
-        at = parts.index(track)
-        cohort: Cohort | None = None
-        grown = batch.grown
-        if self.host.micro_batches > 1:
-            cohort = grown[0][0] if grown else None
-        else:
-            # Admission order is batch order: only a neighbour may take it in.
-            for neighbour in parts[at - 1 if at else 0 : at + 2]:
-                if isinstance(neighbour, Cohort) and any(candidate[0] is neighbour for candidate in grown):
-                    cohort = neighbour
-                    break
-        if cohort is None:
-            cohort = self._new_cohort()
-            cohort.planned = 1
-            parts[at] = cohort
-            grown.append(Decodes(cohort, 0, 0, 0, 0))
-        else:
-            del parts[at]
-        queues.parts_changed()
-        cohort.join(track, cohort.planned - 1, cohort.planned)
-        batch.joins.append((track, track.epoch))
-
-    def _merge(self, cohorts: Sequence[Cohort]) -> None:
-        """Cohorts of one batch that are idle now move in lockstep from here on."""
-        parts = self.queues.parts
-        self._drop_empty_parts()
-        if self.host.micro_batches > 1:
-            idle = [cohort for cohort in cohorts if cohort.size and not cohort.in_flight]
-            for other in idle[1:]:
-                idle[0] = self._merge_two(idle[0], other)
-            return
-        at = 0
-        while at + 1 < len(parts):
-            left, right = parts[at], parts[at + 1]
-            if (
-                isinstance(left, Cohort)
-                and isinstance(right, Cohort)
-                and not left.in_flight
-                and not right.in_flight
-                and left.times[-1] == right.times[-1]
-            ):
-                self._merge_two(left, right)
-            else:
-                at += 1
-
-    def _merge_two(self, left: Cohort, right: Cohort) -> Cohort:
-        parts = self.queues.parts
-        large, small = (left, right) if left.size >= right.size else (right, left)
-        for track in list(small.members()):
-            small.leave(track)
-            large.join(track, large.planned, large.planned)
-        first, second = sorted((parts.index(left), parts.index(right)))
-        parts[first] = large
-        del parts[second]
-        self.queues.parts_changed()
-        self.retired.append(small)
-        return large
-
-    def _reopen(self, track: Track) -> None:
-        """A member set aside for its last token will not receive it after all."""
-        for cohort in (*self.retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
-            for end, tracks in cohort.closing.items():
-                if track in tracks:
-                    tracks.remove(track)
-                    cohort.lost[end - 1] = cohort.lost.get(end - 1, 0) + 1
-                    track.take_back_token()
-                    self.queues.decode_tokens_promised += 1
-                    return
 
     def _finish(self, track: Track, now_ns: Ns) -> None:
         if track.hands_over:
@@ -531,30 +388,23 @@ class Scheduler:
         queues = self.queues
         cohort = track.cohort
         if cohort is not None:
-            unreceived = cohort.planned - max(len(cohort.times), track.segment_start)
-            cohort.leave(track)
             # Promised tokens of its flight are dropped: they are owed again.
-            queues.decode_tokens_promised += max(0, unreceived)
+            first = len(cohort.times)
+            unreceived = cohort.planned - (first if first > track.segment_start else track.segment_start)
+            cohort.leave(track)
+            if unreceived > 0:
+                queues.decode_tokens_promised += unreceived
             if not cohort.size:
                 self._drop_empty_parts()
         elif not track.closing:
             queues.parts.remove(track)
             queues.parts_changed()
         track.closing = False
-        if track.request.id not in self.handover.held:
+        held = self.handover.held
+        if not held or track.request.id not in held:
             self.ledger.release(track)
         queues.count_running(track, -1)
         if self.admission is not None:
             self.admission.left(track)
         track.order = -1
         track.epoch += 1
-
-    def _drop_empty_parts(self) -> None:
-        parts = self.queues.parts
-        if all(not isinstance(part, Cohort) or part.size for part in parts):
-            return
-        for part in parts:
-            if isinstance(part, Cohort) and not part.size:
-                self.retired.append(part)
-        parts[:] = [part for part in parts if not isinstance(part, Cohort) or part.size]
-        self.queues.parts_changed()

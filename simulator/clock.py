@@ -1,16 +1,19 @@
 """SimPy's environment, for engines that run ahead of its event queue.
 
 An engine whose batch ends before anything else happens need not wait for an event: nobody can look at it in between.
-It moves the clock itself and goes on. What it does then, and in which order, is what it would have done with an event
+It moves the clock itself and goes on. An engine that is alone with the arrivals need not even go back to the queue for
+those: it lets them happen and goes on. What it does then, and in which order, is what it would have done with an event
 per iteration; the queue holds only what different parties have to hear of in turn.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from heapq import heappush
 from typing import Any
 
-from simpy import Environment
+from simpy import Environment, Event
 
 _GARBAGE_THRESHOLD = 200_000
 
@@ -28,6 +31,28 @@ class VirtualTime(Environment):
         if queue and queue[0][0] <= at_ns:
             return False
         self._now = at_ns
+        return True
+
+    def reserve(self, at_ns: int, rank: int) -> tuple[int, int, int]:
+        """The place in the queue of an event scheduled now, without one."""
+        return at_ns, rank, next(self._eid)
+
+    def take(self, place: tuple[int, int, int], event: Event) -> None:
+        """Put an event in a reserved place."""
+        heappush(self._queue, (*place, event))
+
+    def passed(self, place: tuple[int, int, int], flights: Sequence[object]) -> bool:
+        """Let everything happen that comes before a reserved place, then move the clock there.
+
+        For the only engine, whose oldest flight completes in that place. False as soon as it is no longer the only one
+        or the flight has gone: that place is then still to come.
+        """
+        queue, step, oldest = self._queue, self.step, flights[0]
+        while queue and queue[0] < place:
+            step()
+            if self.sharers != 1 or not flights or flights[0] is not oldest:
+                return False
+        self._now = place[0]
         return True
 
     def run(self, until: Any = None) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, make_policy, make_scheduler
@@ -14,7 +15,7 @@ from profiler.dtypes import dtype_bytes
 from simulator.afd import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.memory import ReplicaMemory, check_memory, compression_ratio
+from simulator.memory import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
 
 
@@ -99,6 +100,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
     if cost is None:
         cost = _apart_cost(config, model, gpu) if config.afd else _cost(config, model, gpu, config.tp)
+    cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
     num_blocks = config.num_blocks if config.num_blocks is not None else _num_blocks(config, policy, model, gpu)
     if config.num_blocks is None and config.kv_compression is not None and len(trace):
         # As many more as a request of the trace's mean length becomes smaller.
@@ -108,10 +110,36 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
 
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
-    options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
+    split = tuple(config.layer_split) if config.layer_split is not None else None
+    name, changed_ns = config.cost_model, 0
+    if name not in ("auto", "roofline") and (file := Path(name)).exists():
+        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+    return _shared_cost(
+        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+    )
+
+
+@lru_cache(maxsize=16)
+def _shared_cost(
+    model: ModelSpec,
+    gpu: Hardware,
+    cost_model: str,
+    changed_ns: int,
+    dtype: str,
+    kv_dtype: str,
+    tp: int,
+    pp: int,
+    layer_split: tuple[int, ...] | None,
+    pp_link: str,
+) -> CostModel:
+    """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
+
+    changed_ns: when the file that it is read from was written.
+    """
+    options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(
-        model, gpu, cost_model=config.cost_model, dtype=config.dtype, kv_dtype=config.kv_dtype, tp=tp, pp=config.pp,
-        layer_split=config.layer_split, **options,
+        model, gpu, cost_model=cost_model, dtype=dtype, kv_dtype=kv_dtype, tp=tp, pp=pp, layer_split=layer_split,
+        **options,
     )  # fmt: skip
 
 

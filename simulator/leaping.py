@@ -21,19 +21,28 @@ Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
 
 
 def ends_until(
-    cost: CostModel, terms: Terms | None, shape: BatchShape, steps: int, now_ns: Ns, host_ns: Ns, horizon_ns: float
+    cost: CostModel,
+    terms: Terms | None,
+    shape: BatchShape,
+    steps: int,
+    now_ns: Ns,
+    host_ns: Ns,
+    device_ns: Ns,
+    horizon_ns: float,
 ) -> list[Ns]:
     """Ends of at most `steps` iterations, back to back from now on, in each of which every decode is one longer.
 
     The last of them is the first that does not end before `horizon_ns`, where there is one and it is not too far to
     be sure of (durations hardly ever shrink while contexts grow: then there are fewer, never wrong ones).
-    terms: the cost model's `repeat_terms`, if it has them.
+    terms: the cost model's `repeat_terms`, if it has them. device_ns: of the first iteration.
     """
-    line = terms(shape) if terms is not None else None
-    first = (cost.stage_ns(shape) if line is None else int(line[0] * line[2] + line[3]) + line[4]) + host_ns
+    first = device_ns + host_ns
     room = horizon_ns - now_ns
     if room < first * steps:
+        if room <= first:
+            return [now_ns + first]
         steps = min(steps, int(room) // first + 1)
+    line = terms(shape) if terms is not None else None
     if line is None:
         device = cost.repeat_ns(shape, steps)
     else:

@@ -28,3 +28,15 @@ class Moment(Event):
         self._defused = False
         self.void = False
         env.schedule(self, rank, delay_ns)
+
+    @classmethod
+    def unscheduled(cls, env: Environment, callback: Callable[[Event], None]) -> Moment:
+        """One that somebody else puts in its place (`VirtualTime.take`)."""
+        moment = cls.__new__(cls)
+        moment.env = env
+        moment.callbacks = [callback]
+        moment._value = None
+        moment._ok = True
+        moment._defused = False
+        moment.void = False
+        return moment

@@ -22,5 +22,5 @@ class PowerOfTwo(Router):
     paper: ClassVar[str] = "Mitzenmacher, The power of two choices in randomized load balancing (TPDS 2001)"
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
-        drawn = rng.sample(replicas, min(self.choices, len(replicas)))
+        drawn = sorted(rng.sample(replicas, min(self.choices, len(replicas))), key=lambda replica: replica.number)
         return least(drawn, outstanding_requests if self.by == "requests" else outstanding_tokens)

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import importlib
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ ENTRY_POINT_GROUP = "charioteer.routers"
 
 def router_names() -> list[str]:
     """Built-in routers, then those of other packages."""
+    from importlib.metadata import entry_points
+
     others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
     return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
 
@@ -50,6 +51,8 @@ def router_class(name: str) -> type[Router]:
             return _checked(class_from_file("router", Path(path), cls), name)
         except PolicyError as error:
             raise SimulationError(str(error)) from error
+    from importlib.metadata import entry_points
+
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             return _checked(point.load(), name)

@@ -7,7 +7,9 @@ middle of a leap over equal iterations answers from the leap's own arrays and is
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from random import Random
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -18,12 +20,15 @@ from simulator.errors import SimulationError
 class ReplicaView(Protocol):
     """A replica as a router sees it; every answer holds for this very moment.
 
-    number: unique in the run, also the tie-breaker. num_running: admitted requests. num_waiting: queued ones, those
-    whose KV is still on its way included. prefill_tokens: prompt tokens (and tokens to recompute) not yet planned.
-    decode_tokens_promised: declared output tokens not yet planned.
+    number: unique in the run, also the tie-breaker. num_requests: all it has. num_running: those admitted. num_waiting:
+    those queued, or with their KV still on its way. prefill_tokens: prompt tokens (and tokens to recompute) not yet
+    planned. decode_tokens_promised: declared output tokens not yet planned.
     """
 
     number: int
+
+    @property
+    def num_requests(self) -> int: ...
 
     @property
     def num_running(self) -> int: ...
@@ -63,7 +68,7 @@ class Router:
 
 def outstanding_requests(replica: ReplicaView) -> int:
     """Waiting and running requests."""
-    return replica.num_waiting + replica.num_running
+    return replica.num_requests
 
 
 def outstanding_tokens(replica: ReplicaView) -> int:
@@ -72,9 +77,11 @@ def outstanding_tokens(replica: ReplicaView) -> int:
 
 
 def least(replicas: Sequence[ReplicaView], load: Callable[[ReplicaView], Any]) -> ReplicaView:
-    """The replica with the smallest load, the lowest number among equals."""
-    return min(replicas, key=lambda replica: (load(replica), replica.number))
+    """The replica with the smallest load; of equals the first, which has the lowest number where numbers ascend."""
+    return min(replicas, key=load)
 
+
+_number = attrgetter("number")
 
 View = TypeVar("View", bound=ReplicaView)
 
@@ -82,9 +89,10 @@ View = TypeVar("View", bound=ReplicaView)
 def choose(router: Router, request: Request, replicas: Sequence[View], rng: Random) -> View:
     """The replica that a router names, checked to be one of those it was given."""
     chosen = router.choose(request, replicas, rng)
-    for replica in replicas:
-        if replica is chosen:
-            return replica
+    # By its number: with a thousand replicas, comparing them one by one would cost more than most routers do.
+    at = bisect_left(replicas, chosen.number, key=_number) if hasattr(chosen, "number") else len(replicas)
+    if at < len(replicas) and replicas[at] is chosen:
+        return replicas[at]
     raise SimulationError(
         f"router {type(router).__name__} chose {chosen!r} for request {request.id}, expected one of the "
         f"{len(replicas)} replicas it was given"

@@ -194,7 +194,7 @@ def _one_micro_batch_a_request(result, chase):
 def test_stages_taken_for_twins_cost_the_same():
     from policies import BatchShape
     from profiler import load_cost_model
-    from simulator.replica import twin_stages
+    from simulator.plain_replica import twin_stages
 
     cost = load_cost_model("llama-3.1-8b", "h100", cost_model="roofline", pp=6, layer_split=(5, 6, 5, 6, 5, 5))
     twins = twin_stages(cost)

@@ -24,6 +24,10 @@ class View:
     free_blocks: int = 100
     block_size: int = 16
 
+    @property
+    def num_requests(self):
+        return self.num_running + self.num_waiting
+
 
 def route(router, replicas, request=None, rng=None, **knobs):
     router = make_router(router, knobs) if isinstance(router, str) else router

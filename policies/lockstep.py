@@ -1,0 +1,265 @@
+"""How decodes come to move in lockstep: cohorts that begin, take in, split, merge and die, and their equal steps.
+
+The half of the scheduler that keeps `queues.parts`, the running work in admission order: cohorts, and prompts half
+done. Whoever samples a first token joins the cohort beside it; cohorts that have become idle together merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.admission import AdmissionControl
+from policies.batch import Batch, BatchShape, Chunk, Decodes
+from policies.cohort import Cohort
+from policies.errors import PolicyError
+from policies.host import Host
+from policies.ledger import KVLedger
+from policies.policy import Policy
+from policies.queues import Queues
+from policies.request import Ns
+from policies.swap import Swap
+from policies.track import Track
+
+_new = tuple.__new__
+
+
+class Lockstep:
+    """The running work of one scheduler. retired: cohorts that died, their token times to be taken away."""
+
+    policy: Policy
+    ledger: KVLedger
+    host: Host
+    queues: Queues
+    admission: AdmissionControl | None
+    swap: Swap | None
+    alarm_ns: Ns | None
+    retired: list[Cohort]
+    _cohorts: int
+    _batches: int
+    _only_now: bool
+
+    # Equal iterations
+
+    def quiet_steps(self, batch: Batch) -> int:
+        """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
+        grown = batch.grown
+        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
+            return 0
+        if batch.preempted or batch.swap_out or self.alarm_ns is not None or self._only_now:
+            return 0
+        cohort, _, size, _, _ = grown[0]
+        if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
+            return 0
+        steps = cohort.steps_to_next_end()
+        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> list[int]:
+        """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.
+
+        Exactly what that many calls of complete(batch, end) and plan(end) would do; `batch` is then the last of them,
+        in flight. Returns the KV blocks that each of these plans took.
+        """
+        steps = len(ends_ns)
+        cohort, step, size, total, longest = batch.grown[0]
+        ledger = self.ledger
+        taken = cohort.plan_steps(steps, ledger)
+        cohort.times.extend(ends_ns)
+        batch.number += steps
+        self._batches += steps
+        batch.planned_ns = ends_ns[-1]
+        if ledger.by_id:
+            batch.new_blocks = ledger.take_new_blocks()
+        total += steps * size
+        longest += steps
+        part = Decodes(cohort, step + steps, size, total, longest)
+        batch.parts = [part]
+        batch.grown = [part]
+        batch.shape = BatchShape((), size, total, longest, batch.shape[4], size)
+        self.queues.decode_tokens_promised -= steps * size
+        return taken
+
+    def plan_again(self, batch: Batch, now_ns: Ns) -> bool:
+        """Turn `batch`, which has just been delivered, into the next plan, where that is the same with a prefix and
+        contexts grown; False, and nothing has changed, where the policy has to be asked.
+
+        For whoever knows that since its plan nobody has arrived, ended or been withdrawn, and nothing is in flight. It
+        is what `plan` would do, by the policy's promise (`repeats_chunks`): the same decodes, and a chunk of the same
+        size of the same prompt, which still lacks more than that.
+        """
+        chunks, grown = batch.chunks, batch.grown
+        if len(chunks) != 1 or len(grown) > 1 or len(self.queues.parts) != len(grown) + 1:
+            return False
+        track, tokens, prefix, samples = chunks[0]
+        ledger, queues = self.ledger, self.queues
+        prefix += tokens
+        context = prefix + tokens
+        if samples or context >= track.own_known or not self.policy.repeats_chunks:
+            return False
+        if batch.preempted or self.alarm_ns is not None or self._only_now:
+            return False
+        if ledger.by_id or self.admission is not None or self.swap is not None:
+            return False
+        short = -(-context // ledger.block_size) - track.blocks
+        if short < 0:
+            short = 0
+        free = ledger.free_blocks
+        decodes = total = longest = 0
+        if grown:
+            cohort = grown[0][0]
+            if grown[0][2] != cohort.size or short + cohort.growth > free:
+                return False
+            part = cohort.plan_step(ledger)
+            assert part is not None
+            _, _, decodes, total, longest = part
+            batch.grown = [part]
+        elif short > free:
+            return False
+        if short:
+            ledger.extend(track, context)
+        track.own_context = context
+        track.chunks_in_flight = 1
+        chunk = _new(Chunk, (track, tokens, prefix, False))
+        batch.chunks = [chunk]
+        batch.parts = (*batch.grown, chunk)
+        batch.shape = _new(BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.number = self._batches
+        self._batches += 1
+        batch.planned_ns = now_ns
+        batch.cached_tokens = 0
+        queues.in_flight_batches = 1
+        queues.prefill_tokens -= tokens
+        queues.decode_tokens_promised -= decodes
+        return True
+
+    # Cohorts
+
+    def new_cohort(self) -> Cohort:
+        ledger = self.ledger
+        cohort = Cohort(self._cohorts, ledger.block_size, by_id=ledger.by_id)
+        self._cohorts += 1
+        return cohort
+
+    def split(self, cohort: Cohort, first: int) -> None:
+        """Keep the first members in admission order in `cohort`; the rest stand by as a cohort right after it."""
+        if cohort.in_flight:
+            raise PolicyError("a cohort in flight cannot be split: give asynchronous scheduling a larger token budget")
+        rest = self.new_cohort()
+        # Its clock starts at the token that all of them had last; no segment claims that step.
+        rest.times.append(cohort.times[-1])
+        rest.planned = 1
+        for track in list(cohort.members())[first:]:
+            cohort.leave(track)
+            rest.join(track, 1, 1)
+        parts = self.queues.parts
+        parts.insert(parts.index(cohort) + 1, rest)
+        self.queues.parts_changed()
+
+    def take_retired(self) -> list[Cohort]:
+        """Cohorts that died since the last call and whose token times are complete."""
+        if not self.retired:
+            return []
+        done = [cohort for cohort in self.retired if not cohort.in_flight]
+        if done:
+            self.retired = [cohort for cohort in self.retired if cohort.in_flight]
+        return done
+
+    def _join(self, track: Track, batch: Batch) -> None:
+        """A prompt is complete with this batch: its track decodes from now on, in lockstep with the batch's decodes."""
+        queues = self.queues
+        parts = queues.parts
+        track.own_known = track.own_context
+        grown = batch.grown
+        cohort: Cohort | None = None
+        if self.host.micro_batches > 1:
+            cohort = grown[0][0] if grown else None
+            at = parts.index(track)
+        elif grown and len(parts) > 1 and parts[-1] is track and parts[-2] is grown[0][0]:
+            # The rule: the last admitted, beside the only cohort.
+            cohort = grown[0][0]
+            at = -1
+        else:
+            at = parts.index(track)
+            # Admission order is batch order: only a neighbour may take it in.
+            for neighbour in parts[at - 1 if at else 0 : at + 2]:
+                if isinstance(neighbour, Cohort) and any(candidate[0] is neighbour for candidate in grown):
+                    cohort = neighbour
+                    break
+        if cohort is None:
+            cohort = self.new_cohort()
+            cohort.planned = 1
+            parts[at] = cohort
+            grown.append(Decodes(cohort, 0, 0, 0, 0))
+        else:
+            del parts[at]
+        queues.parts_changed()
+        planned = cohort.planned
+        cohort.join(track, planned - 1, planned)
+        batch.joins.append((track, track.epoch))
+
+    def _merge(self, cohorts: Sequence[Cohort]) -> None:
+        """Cohorts of one batch that are idle now move in lockstep from here on."""
+        parts = self.queues.parts
+        self._drop_empty_parts()
+        if self.host.micro_batches > 1:
+            idle = [cohort for cohort in cohorts if cohort.size and not cohort.in_flight]
+            for other in idle[1:]:
+                idle[0] = self._merge_two(idle[0], other)
+            return
+        at = 0
+        while at + 1 < len(parts):
+            left, right = parts[at], parts[at + 1]
+            if (
+                isinstance(left, Cohort)
+                and isinstance(right, Cohort)
+                and not left.in_flight
+                and not right.in_flight
+                and left.times[-1] == right.times[-1]
+            ):
+                self._merge_two(left, right)
+            else:
+                at += 1
+
+    def _merge_two(self, left: Cohort, right: Cohort) -> Cohort:
+        parts = self.queues.parts
+        large, small = (left, right) if left.size >= right.size else (right, left)
+        for track in list(small.members()):
+            small.leave(track)
+            large.join(track, large.planned, large.planned)
+        first, second = sorted((parts.index(left), parts.index(right)))
+        parts[first] = large
+        del parts[second]
+        self.queues.parts_changed()
+        self.retired.append(small)
+        return large
+
+    def _set_exhausted_aside(self) -> None:
+        """Before cohorts in flight are planned again: members whose declared limit that flight reaches leave now.
+
+        They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
+        """
+        for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
+            for track in cohort.exhausted():
+                cohort.leave(track, deliver=True)
+                track.closing = True
+                cohort.closing.setdefault(cohort.planned, []).append(track)
+        self._drop_empty_parts()
+
+    def _reopen(self, track: Track) -> None:
+        """A member set aside for its last token will not receive it after all."""
+        for cohort in (*self.retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
+            for end, tracks in cohort.closing.items():
+                if track in tracks:
+                    tracks.remove(track)
+                    cohort.lost[end - 1] = cohort.lost.get(end - 1, 0) + 1
+                    track.take_back_token()
+                    self.queues.decode_tokens_promised += 1
+                    return
+
+    def _drop_empty_parts(self) -> None:
+        parts = self.queues.parts
+        kept = [part for part in parts if not isinstance(part, Cohort) or part.size]
+        if len(kept) == len(parts):
+            return
+        self.retired += [part for part in parts if isinstance(part, Cohort) and not part.size]
+        parts[:] = kept
+        self.queues.parts_changed()
