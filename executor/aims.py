@@ -15,7 +15,7 @@ from torch import Tensor
 from executor.attention.triton import TritonAttention
 from executor.ceilings import Ceilings, bound_of, time_calls
 from executor.cuda_graphs import Buckets, Capture, CudaCapture, GraphedModel
-from executor.kernels.device import FUSIONS, TritonKernels
+from executor.kernels.device import TritonKernels
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
 from executor.self_test import random_step
@@ -117,10 +117,10 @@ def _variants(
         graphed = GraphedModel(model, cache, buckets, new_capture=new_capture)
         yield "graphs", lambda ids: graphed.forward(ids, step, cache)
     if isinstance(attention, TritonAttention) and aim.chunks and aim.contexts:
-        attention.two_streams = True
+        before, attention.two_streams = attention.two_streams, True
         yield "two streams", plain
-        attention.two_streams = False
+        attention.two_streams = before
     if isinstance(kernels, TritonKernels):
-        kernels.fused = frozenset()
+        fused, kernels.fused = kernels.fused, frozenset()
         yield "no fusion", plain
-        kernels.fused = FUSIONS
+        kernels.fused = fused

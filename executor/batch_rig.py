@@ -8,7 +8,8 @@ as warm as a step in the middle of a run. What is noted of it is what a live run
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -37,7 +38,7 @@ WARM_STEPS = 12
 
 
 class Timing(NamedTuple):
-    """One measured iteration, ns; as `LiveEngine` records it."""
+    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one."""
 
     shape: BatchShape
     before_ns: Ns
@@ -45,6 +46,7 @@ class Timing(NamedTuple):
     after_ns: Ns
     cpu_ns: int
     wall_ns: Ns
+    executed_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class BatchRig(LiveEngine):
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
+
+    def warm(self, points: Sequence[Point]) -> None:
+        """Capture the graphs that these points will run through, so that no measurement pays for one."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.warm_for([point.shape for point in points])
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Kernel by kernel, as who times operators needs it: a graph calls none of them."""
+        graphs, self.runner.graphs = self.runner.graphs, None
+        try:
+            yield
+        finally:
+            self.runner.graphs = graphs
 
     def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
@@ -154,7 +170,7 @@ class BatchRig(LiveEngine):
         start, end = result.start_ns - self._origin, result.end_ns - self._origin
         self._timing = Timing(
             flight.prepared.batch.shape, max(0, start - since), end - start, now - end, self._cpu_since_ns - cpu_since,
-            now - since,
+            now - since, result.executed_rows,
         )  # fmt: skip
 
 

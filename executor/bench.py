@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from executor.config import LiveConfig
+from executor.cuda_graphs import graphs_for
 from executor.errors import ExecutorError
 from executor.live import load_for
 from executor.loading import Loaded
@@ -116,7 +117,9 @@ def bench_batch(
         type(attention).attend(attention, *arguments)
         spent += time.perf_counter_ns() - began
 
-    times = measure(lambda: loaded.model.forward(ids, step, cache), repeats, loaded.device)
+    graphs = graphs_for(loaded, cache, longest)
+    forward = loaded.model.forward if graphs is None else graphs.forward
+    times = measure(lambda: forward(ids, step, cache), repeats, loaded.device)
     attention.attend = timed  # type: ignore[method-assign]
     shares = []
     for _ in range(max(2, repeats // 2)):
@@ -129,7 +132,7 @@ def bench_batch(
     rate = matrix_rate(loaded.device)
     return {
         **{key: str(value) for key, value in loaded.describe().items()},
-        "rows": step.rows,
+        "rows": step.rows if graphs is None else graphs.executed_rows,
         "wall_ms": wall * 1e3,
         "wall_median_ms": float(np.median([wall for wall, _ in times])) * 1e3,
         "cpu_ms": min(cpu for _, cpu in times) * 1e3,

@@ -47,9 +47,15 @@ Device = Annotated[str, _option("--device", "auto, cpu, cuda or cuda:N.", _ENGIN
 DType = Annotated[str, _option("--dtype", "Weights; auto is float32 on a CPU, the model's own on CUDA.", _ENGINE)]
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", _ENGINE)]
 KernelSet = Annotated[str, _option("--kernels", "auto, native (C++), triton, compiled, plain_device, torch.", _ENGINE)]
-Attention = Annotated[str, _option("--attention", "auto, flash_attn, triton, native, sdpa, paged, reference.", _ENGINE)]
+Attention = Annotated[
+    str, _option("--attention", "auto, flash_attn, triton, native, sdpa, flex, paged, reference.", _ENGINE)
+]
 Graphs = Annotated[str, _option("--graphs", "CUDA graphs: auto (on CUDA where they can be), on or off.", _ENGINE)]
 Allocator = Annotated[str, _option("--allocator", "PyTorch's on CUDA: default, expandable or async.", _ENGINE)]
+Streams = Annotated[
+    bool, _option("--streams/--one-stream", "Chunks' and decodes' attention side by side (triton on CUDA).", _ENGINE)
+]
+Nvtx = Annotated[bool, _option("--nvtx", "Name passes and operators in a profiler's timeline (CUDA).", _ENGINE)]
 Threads = Annotated[int | None, _option("--threads", "Threads of the model; PyTorch's own number by default.", _ENGINE)]
 TP = Annotated[int, _option("--tp", "Ranks over which every layer is split; a process each.", _ENGINE)]
 PP = Annotated[int, _option("--pp", "Pipeline stages; a process each.", _ENGINE)]
@@ -67,7 +73,10 @@ BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", _MEMO
 NumBlocks = Annotated[
     int | None, _option("--num-blocks", "Usable KV blocks; by default what the trace needs.", _MEMORY)
 ]
-MemoryShare = Annotated[float, _option("--memory-share", "Most of the free memory that the KV pool takes.", _MEMORY)]
+MemoryShare = Annotated[
+    float | None,
+    _option("--memory-share", "KV pool: most of a CPU's free memory (0.5), or share of a GPU in use (0.9).", _MEMORY),
+]
 Watermark = Annotated[float | None, _option("--watermark", "Share of blocks that admission leaves free.", _MEMORY)]
 Poison = Annotated[bool, _option("--poison", "Fill freed blocks with NaN (a check of the engine).", _MEMORY)]
 PrefixCaching = Annotated[
@@ -141,6 +150,8 @@ def replay_command(
     kernels: KernelSet = "auto",
     attention: Attention = "auto",
     graphs: Graphs = "auto",
+    streams: Streams = False,
+    nvtx: Nvtx = False,
     allocator: Allocator = "default",
     threads: Threads = None,
     tp: TP = 1,
@@ -151,7 +162,7 @@ def replay_command(
     max_model_len: MaxModelLen = None,
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
-    memory_share: MemoryShare = 0.5,
+    memory_share: MemoryShare = None,
     watermark: Watermark = None,
     poison: Poison = False,
     prefix_caching: PrefixCaching = False,
@@ -247,6 +258,9 @@ def generate_command(
     dtype: DType = "auto",
     kernels: KernelSet = "auto",
     attention: Attention = "auto",
+    graphs: Graphs = "auto",
+    streams: Streams = False,
+    nvtx: Nvtx = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -257,7 +271,8 @@ def generate_command(
 
     _set_threads(threads)
     config = LiveConfig(
-        model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, temperature=temperature,
+        model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
+        streams=streams, nvtx=nvtx, temperature=temperature,
         top_k=top_k, top_p=top_p, seed=seed, ignore_eos=False, policy="vllm_v1",
     )  # fmt: skip
     show = None if as_json else lambda piece: print(piece, end="", flush=True)
@@ -286,6 +301,10 @@ def bench_command(
     kv_dtype: KVDType = "auto",
     kernels: KernelSet = "auto",
     attention: Attention = "auto",
+    graphs: Graphs = "auto",
+    streams: Streams = False,
+    nvtx: Nvtx = False,
+    allocator: Allocator = "default",
     threads: Threads = None,
     block_size: BlockSize = 16,
     as_json: Json = False,
@@ -296,7 +315,7 @@ def bench_command(
     _set_threads(threads)
     config = LiveConfig(
         model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention,
-        block_size=block_size,
+        graphs=graphs, streams=streams, nvtx=nvtx, allocator=allocator, block_size=block_size,
     )  # fmt: skip
     result = bench_batch(config, chunk=chunk, prefix=prefix, decodes=decodes, context=context, repeats=repeats)
     if as_json:

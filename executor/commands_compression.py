@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from executor.commands import DType, Json, ModelName, Threads, _set_threads
+from executor.commands import Device, DType, Json, ModelName, Threads, _set_threads
 from executor.errors import ExecutorError
 from policies.input_file import LOG_BYTES, read_text
 
@@ -26,7 +26,12 @@ def compression_command(
     bits: Annotated[str, typer.Option("--bits", help="Bits per element: some of 2, 4, 8.")] = "8,4,2",
     group: Annotated[int, typer.Option(help="Tokens packed together: the KV block.")] = 32,
     window: Annotated[int, typer.Option(help="Most recent tokens in full precision.")] = 128,
+    device: Device = "cpu",
     threads: Threads = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option("--costs", help="Write the measured times here: `simulator replay --kv-compression-cost FILE`."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure compressed keys and values on a text: perplexity, logits, bytes and time, beside the full pool."""
@@ -45,11 +50,19 @@ def compression_command(
     ]
     _set_threads(threads)
     loaded = load_model(
-        model, dtype=dtype, device="cpu", kernels="torch", attention="sdpa", max_tokens=tokens, clip_max_tokens=True,
+        model, dtype=dtype, device=device, kernels="torch", attention="sdpa", max_tokens=tokens, clip_max_tokens=True,
         trim_last_layer=False,
     )  # fmt: skip
     ids = load_tokenizer(loaded.source).encode(words)[: min(tokens, loaded.max_tokens)]
-    found = [error.as_dict() for error in measure_compression(loaded, ids, settings)]
+    errors = measure_compression(loaded, ids, settings)
+    if costs is not None:
+        from executor.profile_rows import device_name
+        from profiler.compression_cost import write_prices
+
+        name = device_name(loaded.device)
+        prices = {f"{error.coding}{error.bits}": error.prices(loaded.spec, name) for error in errors}
+        write_prices(prices, costs, {"device": name, "model": loaded.spec.name, "tokens": len(ids), "window": window})
+    found = [error.as_dict() for error in errors]
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -10,7 +10,22 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.commands import Attention, BlockSize, Device, DType, Json, KernelSet, KVDType, ModelName, Seed, Threads
+from executor.commands import (
+    Allocator,
+    Attention,
+    BlockSize,
+    Device,
+    DType,
+    Graphs,
+    Json,
+    KernelSet,
+    KVDType,
+    ModelName,
+    Nvtx,
+    Seed,
+    Streams,
+    Threads,
+)
 from executor.errors import ExecutorError
 from policies.output_file import check_place
 
@@ -45,6 +60,10 @@ def profile_command(
     kv_dtype: KVDType = "auto",
     kernels: KernelSet = "auto",
     attention: Attention = "auto",
+    graphs: Graphs = "auto",
+    streams: Streams = False,
+    nvtx: Nvtx = False,
+    allocator: Allocator = "default",
     threads: Threads = None,
     block_size: BlockSize = 16,
     seed: Seed = 0,
@@ -77,7 +96,8 @@ def profile_command(
         torch.set_num_threads(threads)
     loaded = load_for(
         LiveConfig(
-            model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention, seed=seed
+            model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention, seed=seed,
+            graphs=graphs, streams=streams, nvtx=nvtx, allocator=allocator, block_size=block_size,
         ),
         planned.longest + 8,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
+from executor.step import Ints
 from profiler.kv_compression import CODINGS, Compression
 
 Coding = Literal["kivi", "delta"]
@@ -101,7 +102,8 @@ class CompressedKVCache(KVCache):
 
     Block numbers are the ledger's, so nothing else has to know. `full_blocks`: blocks in full precision at once: the
     windows of the running requests and the tokens of one batch. A block is packed by `seal` once all of its tokens are
-    older than the window, and gets room in full precision again when somebody writes into it.
+    older than the window, and gets room in full precision again when somebody writes into it. Which block is where is
+    kept on the host; values stay on their device. Only whoever executes batches may change anything, in their order.
     """
 
     def __init__(
@@ -118,6 +120,8 @@ class CompressedKVCache(KVCache):
         self.sealed_tokens = self.seal_ns = 0
         self._free = list(range(full_blocks - 1, -1, -1))
         self._sealed = torch.zeros(blocks, dtype=torch.bool)
+        self._slots: Tensor | None = None
+        self._places: tuple[Tensor | None, Tensor, Tensor] | None = None
         empty = torch.zeros(self.layers, self.kv_heads, block_size, self.head_dim)
         self._parts: list[list[Tensor]] = []
         for keys in (True, False):
@@ -126,25 +130,42 @@ class CompressedKVCache(KVCache):
             self._parts.append([torch.empty((blocks, *part.shape), dtype=part.dtype, device=device) for part in made])
 
     @property
+    def packed_block_bytes(self) -> int:
+        return sum(part[0].numel() * part.element_size() for part in self.packed_parts())
+
+    @property
     def num_bytes(self) -> int:
-        packed = sum(part.numel() * part.element_size() for parts in self._parts for part in parts)
+        packed = self.blocks * self.packed_block_bytes
         return packed + self.pool.numel() * self.pool.element_size()
 
     def store(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        real = slots >= 0
-        if not bool(real.all()):
-            keys, values, slots = keys[real], values[real], slots[real]
-        block, offset = slots // self.block_size, slots % self.block_size
-        for number in block.unique().tolist():
-            if self._slot_of[number] < 0:
-                self._open(number)
-        place = self._slot_of[block]
+        real, place, offset = self._room_for(slots)
+        if real is not None:
+            keys, values = keys[real], values[real]
         self.pool[layer, 0, place, :, offset] = keys.to(self.dtype)
         self.pool[layer, 1, place, :, offset] = values.to(self.dtype)
 
+    def _room_for(self, slots: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """(rows that are stored or None for all, their block's place, offset in it); worked out once for all layers."""
+        if self._places is None or slots is not self._slots:
+            there = slots.cpu()
+            real = there >= 0
+            kept = None if bool(real.all()) else real.to(self.device)
+            there = there[real]
+            block = there // self.block_size
+            for number in block.unique().tolist():
+                if self._slot_of[number] < 0:
+                    self._open(number)
+            place, offset = self._slot_of[block].to(self.device), (there % self.block_size).to(self.device)
+            self._slots, self._places = slots, (kept, place, offset)
+        return self._places
+
     def read(self, layer: int, table: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        used = table[: -(-tokens // self.block_size)].long()
+        used = table[: -(-tokens // self.block_size)].long().cpu()
         sealed = self._sealed[used]
+        whole_at = self._slot_of[used[~sealed]]
+        if bool((whole_at < 0).any()):
+            raise ExecutorError("a KV block was read that holds nothing")
         shape = (len(used), self.kv_heads, self.block_size, self.head_dim)
         pair = []
         for which in (0, 1):
@@ -152,17 +173,17 @@ class CompressedKVCache(KVCache):
             if bool(sealed.any()):
                 whole[sealed] = self._unpacked(used[sealed], layer, which)
             if not bool(sealed.all()):
-                whole[~sealed] = self.pool[layer, which, self._slot_of[used[~sealed]]]
+                whole[~sealed] = self.pool[layer, which, whole_at]
             pair.append(whole.transpose(0, 1).flatten(1, 2)[:, :tokens])
         return pair[0], pair[1]
 
     def seal(self, blocks: list[int]) -> None:
         """Pack whole blocks, and give their room in full precision to others. Sealed ones stay as they are."""
-        new = [block for block in blocks if not self._sealed[block] and self._slot_of[block] >= 0]
-        if not new:
+        index = torch.tensor(blocks, dtype=torch.long)
+        index = index[~self._sealed[index] & (self._slot_of[index] >= 0)]
+        if not len(index):
             return
         started = time.perf_counter_ns()
-        index = torch.tensor(new)
         place = self._slot_of[index]
         bits, coding = self.compression.bits, self.compression.coding
         for which in (0, 1):
@@ -174,11 +195,13 @@ class CompressedKVCache(KVCache):
         self._sealed[index] = True
         self._free.extend(place.tolist())
         self._slot_of[index] = -1
-        self.sealed_tokens += len(new) * self.block_size
+        self._places = None
+        self.sealed_tokens += len(index) * self.block_size
         self.seal_ns += time.perf_counter_ns() - started
 
     def drop(self, blocks: list[int]) -> None:
         """Blocks that nobody wants any more: their room in full precision is free."""
+        self._places = None
         for block in blocks:
             if self._slot_of[block] >= 0:
                 self._free.append(int(self._slot_of[block]))
@@ -191,7 +214,7 @@ class CompressedKVCache(KVCache):
         self.seal(blocks[:whole])
         self.drop([block for block in blocks[whole:] if not self._sealed[block]])
 
-    def seal_old(self, table: Tensor, context: int) -> None:
+    def seal_old(self, table: Tensor | Ints, context: int) -> None:
         """Pack those blocks of a request whose tokens are all older than the window. context: tokens computed."""
         old = max(0, context - self.compression.window) // self.block_size
         if old:
@@ -208,6 +231,35 @@ class CompressedKVCache(KVCache):
             )
         self._slot_of[block] = self._free.pop()
         self._sealed[block] = False
+        self._places = None
+
+    # Blocks on their way to host memory and back
+
+    def sealed(self, blocks: list[int]) -> list[bool]:
+        """Which of these blocks are packed."""
+        return [bool(found) for found in self._sealed[torch.tensor(blocks, dtype=torch.long)].tolist()]
+
+    def packed_parts(self) -> list[Tensor]:
+        """The packed pool: tensors of [blocks, ...], keys' then values'."""
+        return [part for parts in self._parts for part in parts]
+
+    def whole(self, block: int) -> Tensor:
+        """A block in full precision, [layers, 2, kv_heads, block_size, head_dim]: a view of where it lies."""
+        place = int(self._slot_of[block])
+        if place < 0:
+            raise ExecutorError(f"KV block {block} holds nothing in full precision")
+        return self.pool[:, :, place]
+
+    def open(self, block: int) -> Tensor:
+        """Room in full precision for a block whose content comes from elsewhere."""
+        if self._slot_of[block] < 0:
+            self._open(block)
+        return self.whole(block)
+
+    def came_packed(self, blocks: list[int]) -> None:
+        """The packed pool holds these blocks now."""
+        self.drop(blocks)
+        self._sealed[torch.tensor(blocks, dtype=torch.long)] = True
 
     def _unpacked(self, blocks: Tensor, layer: int, which: int) -> Tensor:
         parts = [part[blocks, layer] for part in self._parts[which]]

@@ -20,7 +20,9 @@ from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
 from executor.step import Step
+from profiler.compression_cost import PackingPrices, values_per_token
 from profiler.kv_compression import Compression
+from profiler.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,15 @@ class CompressionError:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def prices(self, spec: ModelSpec, device: str) -> PackingPrices:
+        """What was measured, per value: what the simulator charges for packed keys and values."""
+        values = values_per_token(spec)
+        old = max(0, self.tokens - self.window) // self.group * self.group
+        more_us = max(0.0, self.read_us_per_token - self.read_full_us_per_token) * self.tokens / max(1, old)
+        read_ns = more_us * 1e3 / values
+        source = f"{device}, {spec.name}, groups of {self.group}"
+        return PackingPrices(self.seal_us_per_token * 1e3 / values, read_ns, read_ns, source, measured=True)
 
 
 def measure_compression(
@@ -107,7 +118,7 @@ def _logits(loaded: Loaded, ids: Sequence[int], cache: KVCache, chunk: int) -> T
         step = _chunk_step(part, start, table, cache)
         rows.append(loaded.model.forward(step.tensor(step.token_ids), step, cache).float().clone())
         if isinstance(cache, CompressedKVCache):
-            cache.seal_old(torch.from_numpy(table), start + len(part))
+            cache.seal_old(table, start + len(part))
     return torch.cat(rows)
 
 

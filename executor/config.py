@@ -16,12 +16,13 @@ class LiveConfig:
 
     policy, knobs, token_budget, max_num_seqs, max_model_len, block_size, num_blocks, watermark, limit, seed, warmup,
         slo: as in a simulated run. num_blocks: by default as many as the trace could ever use, within memory_share of
-        the memory that is free after loading.
+        a CPU's free memory (0.5) or of all of a GPU's (0.9, with what else is on it).
     time_scale: the trace's arrival times are multiplied by it. as_fast_as_possible: all requests arrive at once.
     ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
     temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
-    graphs: CUDA graphs: auto (on CUDA where they can be), on, off. allocator: of PyTorch on CUDA: default, expandable
-        (segments), async (cudaMallocAsync).
+    graphs: CUDA graphs: auto (on CUDA where they can be), on, off. streams: a mixed batch's two attention launches side
+        by side (attention triton on CUDA). nvtx: name passes and operators in a profiler's timeline. allocator: of
+        PyTorch on CUDA: default, expandable (segments), async (cudaMallocAsync).
     poison: fill freed KV blocks with NaN (a check, not for measurements).
     prefix_caching: share the KV blocks of texts that agree from their beginning. preemption, swap_gib, swap_page_mib,
         ladder, trouble_from, plain_tokens, risk, max_wait_s: as in a simulated run.
@@ -41,6 +42,8 @@ class LiveConfig:
     kernels: str = "auto"
     attention: str = "auto"
     graphs: str = "auto"
+    streams: bool = False
+    nvtx: bool = False
     allocator: str = "default"
     threads: int | None = None
     trim_last_layer: bool = True
@@ -50,7 +53,7 @@ class LiveConfig:
     max_model_len: int | None = None
     block_size: int = 16
     num_blocks: int | None = None
-    memory_share: float = 0.5
+    memory_share: float | None = None
     watermark: float | None = None
     time_scale: float = 1.0
     as_fast_as_possible: bool = False
@@ -88,7 +91,7 @@ class LiveConfig:
         for flag, ranks in (("--tp", self.tp), ("--pp", self.pp)):
             if ranks < 1:
                 raise ExecutorError(f"{flag}: found {ranks}, expected at least 1")
-        if not 0 < self.memory_share <= 1:
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ExecutorError(f"--memory-share: found {self.memory_share:g}, expected above 0 and at most 1")
         if self.watermark is not None and not 0 <= self.watermark < 1:
             raise ExecutorError(f"--watermark: found {self.watermark:g}, expected at least 0 and below 1")

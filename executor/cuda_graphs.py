@@ -22,6 +22,7 @@ from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
 from executor.model import Model
 from executor.step import Step
+from policies import BatchShape
 
 if TYPE_CHECKING:
     from executor.loading import Loaded
@@ -56,6 +57,13 @@ class CudaCapture:
         self._graph.replay()
 
 
+MOST_BYTES = 2 << 30
+"""Memory that the graphs of a run may take, if nobody says otherwise."""
+
+MIXED_CHUNK_ROWS, MIXED_DECODE_BUCKETS = 512, (8, 16, 32, 64, 128, 256)
+"""Batches with chunks: beyond 512 rows a device is busy for longer than its launches take, so that a graph saves
+nothing; and a few padded decodes cost less than one more graph."""
+
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 
@@ -63,8 +71,9 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 22
 class Buckets:
     """Which sizes are captured.
 
-    decodes: sizes of the decode part. chunk_rows: largest chunk part, in multiples of `tile`. chunks: most chunks in a
-    captured batch. blocks: width of the block tables. Batches beyond any of them run without a graph.
+    decodes: sizes of the decode part; mixed_decodes: of a batch with chunks, the same if not given. chunk_rows: largest
+    chunk part, in multiples of `tile`. chunks: most chunks in a captured batch. blocks: width of the block tables.
+    Batches beyond any of them run without a graph.
     """
 
     blocks: int
@@ -72,6 +81,7 @@ class Buckets:
     chunk_rows: int = 2048
     tile: int = 128
     chunks: int = 4
+    mixed_decodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if list(self.decodes) != sorted(set(self.decodes)) or not self.decodes or self.decodes[0] < 1:
@@ -82,15 +92,16 @@ class Buckets:
     def fit(self, exact: Sizes) -> Sizes | None:
         """The captured sizes for a batch; None if it is too large for any, or holds nothing."""
         useful = exact.chunk_rows + exact.decodes
-        if not useful or not exact.sampled:
+        if not useful:
             return None
         # Dummy rows of the policy's own padding become padding of the chunk part.
         rows = exact.rows - exact.decodes if exact.chunk_rows else 0
         chunk_rows = -(-rows // self.tile) * self.tile
-        at = bisect_left(self.decodes, exact.decodes)
-        if chunk_rows > self.chunk_rows or exact.chunks > self.chunks or at == len(self.decodes):
+        sizes = self.mixed_decodes if chunk_rows and self.mixed_decodes else self.decodes
+        at = bisect_left(sizes, exact.decodes)
+        if chunk_rows > self.chunk_rows or exact.chunks > self.chunks or at == len(sizes):
             return None
-        decodes = self.decodes[at] if exact.decodes else 0
+        decodes = sizes[at] if exact.decodes else 0
         chunks = self.chunks if chunk_rows else 0
         return Sizes(
             rows=chunk_rows + decodes,
@@ -102,6 +113,26 @@ class Buckets:
             sampled=decodes + chunks,
             blocks=self.blocks,
         )
+
+    def of_shape(self, shape: BatchShape) -> Sizes | None:
+        """The captured sizes for batches of this shape, whatever their contexts."""
+        prefill, chunks = sum([tokens for tokens, _ in shape.chunks]), len(shape.chunks)
+        return self.fit(
+            Sizes(shape.rows, prefill, shape.decodes, chunks, chunks, self.tile, shape.sampled, self.blocks)
+        )
+
+    def all_sizes(self, most_decodes: int) -> list[Sizes]:
+        """Every bucket that so many requests at once may meet: decode-only ones, then mixed ones, largest first."""
+        least = self.decodes[min(bisect_left(self.decodes, most_decodes), len(self.decodes) - 1)]
+        found = [sizes for sizes in self.decode_sizes() if sizes.decodes <= least]
+        mixed = self.mixed_decodes or self.decodes
+        most = mixed[min(bisect_left(mixed, most_decodes), len(mixed) - 1)]
+        for rows in range(self.chunk_rows, 0, -self.tile):
+            for count in (*[each for each in reversed(mixed) if each <= most], 0):
+                sizes = self.fit(Sizes(rows + count, rows, count, 1, 1, self.tile, count + 1, self.blocks))
+                if sizes is not None:
+                    found.append(sizes)
+        return found
 
     def decode_sizes(self) -> list[Sizes]:
         """The decode-only buckets, largest first."""
@@ -146,7 +177,7 @@ class GraphedModel:
         cache: KVCache,
         buckets: Buckets,
         *,
-        most_bytes: int = 2 << 30,
+        most_bytes: int = MOST_BYTES,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         for part in (model.kernels, model.attention):
@@ -163,6 +194,21 @@ class GraphedModel:
         for each in self.buckets.decode_sizes() if sizes is None else sizes:
             if each not in self._graphs:
                 self._capture(each)
+
+    def warm_all(self, most_decodes: int) -> None:
+        """Capture whatever a run with so many requests at once may meet, as long as the memory for graphs lasts."""
+        for sizes in self.buckets.all_sizes(most_decodes):
+            if self.counts.bytes >= self.most_bytes:
+                return
+            self.warm([sizes])
+
+    def warm_for(self, shapes: Iterable[BatchShape]) -> None:
+        """Capture what batches of these shapes run through, largest first, as long as the memory for graphs lasts."""
+        wanted = {self.buckets.of_shape(shape) for shape in shapes} - {None}
+        for sizes in sorted(wanted, key=lambda each: each.rows, reverse=True):  # type: ignore[union-attr]
+            if self.counts.bytes >= self.most_bytes:
+                return
+            self.warm([sizes])  # type: ignore[list-item]
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, step: Step, cache: KVCache) -> Tensor:
@@ -242,7 +288,10 @@ def graphs_for(loaded: Loaded, cache: KVCache, longest: int) -> GraphedModel | N
         return None
     if cache.device.type != "cuda":
         raise ExecutorError(f"--graphs on: CUDA graphs need a CUDA device, the device is {cache.device}")
-    return GraphedModel(model, cache, Buckets(blocks=-(-longest // cache.block_size) + 1))
+    blocks = -(-longest // cache.block_size) + 1
+    return GraphedModel(
+        model, cache, Buckets(blocks=blocks, chunk_rows=MIXED_CHUNK_ROWS, mixed_decodes=MIXED_DECODE_BUCKETS)
+    )
 
 
 def static_step(sizes: Sizes, block_size: int, device: torch.device, *, trimmed: bool) -> Step:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.step import Step
+from profiler.capacity import kv_blocks
 
 ALLOCATORS = {
     "default": "",
@@ -34,9 +36,9 @@ class MemoryUse:
     peak_activations: int
     graphs: int = 0
 
-    def room(self, utilisation: float) -> int:
-        """Bytes for the pool when `utilisation` of the device may be used in all."""
-        return int(self.total * utilisation) - self.taken - self.peak_activations - self.graphs
+    def blocks(self, block_bytes: int, utilisation: float) -> int:
+        """KV blocks that fit when `utilisation` of the device may be used in all."""
+        return kv_blocks(self.total, utilisation, self.taken + self.peak_activations + self.graphs, block_bytes)
 
 
 def pool_blocks(use: MemoryUse, block_bytes: int, *, utilisation: float = 0.9, least: int = 1) -> int:
@@ -46,7 +48,7 @@ def pool_blocks(use: MemoryUse, block_bytes: int, *, utilisation: float = 0.9, l
     """
     if not 0 < utilisation <= 1:
         raise ExecutorError(f"utilisation: found {utilisation:g}, expected above 0 and at most 1")
-    blocks = use.room(utilisation) // block_bytes - 1
+    blocks = use.blocks(block_bytes, utilisation) - 1
     if blocks < least:
         gib = 1 << 30
         raise ExecutorError(
@@ -66,8 +68,6 @@ def measure_use(loaded: Loaded, *, most_rows: int, most_sampled: int, graph_byte
     """
     device = loaded.device
     if device.type != "cuda":
-        from executor.live import free_memory_bytes
-
         return MemoryUse(free_memory_bytes(device), 0, 0, 0)
     cache = loaded.new_cache(1, 16)
     torch.cuda.synchronize(device)
@@ -84,6 +84,19 @@ def measure_use(loaded: Loaded, *, most_rows: int, most_sampled: int, graph_byte
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryUse(int(total), int(total - free), passing, graph_bytes)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now (what the operating system calls available, on a CPU)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: assume a small machine rather than fail
+    return 4 << 30
 
 
 def dummy_step(rows: int, sampled: int, device: torch.device) -> Step:

@@ -1,7 +1,7 @@
 """Device time of every iteration, from pairs of events that are read later: the stream is never waited for to take it.
 
-Events are reused from a small pool. NVTX ranges (`--nvtx` of a profiler's user, off by default) name iterations and
-operators in a timeline of Nsight Systems; without CUDA they are nothing.
+Events are reused from a small pool. NVTX ranges (`--nvtx`, off by default) name passes and operators in a timeline of
+Nsight Systems; without CUDA they are nothing. A graph's kernels have no operators: `--graphs off` shows them.
 """
 
 from __future__ import annotations
@@ -107,5 +107,43 @@ def _ranged(label: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **options: Any) -> Any:
         with torch.cuda.nvtx.range(label):
             return call(*args, **options)
+
+    return run
+
+
+OPERATORS = {
+    "embed": "embedding", "rms_norm": "norm", "add_and_norm": "attention out, norm",
+    "rotate_and_store": "rotary, store", "argmax": "sampler",
+}  # fmt: skip
+"""Method of a kernel set -> its name in a timeline."""
+
+
+def annotate(model: Any, *, push: Callable[[str], Any] | None = None, pop: Callable[[], Any] | None = None) -> None:
+    """Name a model's passes, attention and kernels in a timeline from now on; nothing without CUDA.
+
+    push, pop: begin and end a range; NVTX's if not given.
+    """
+    if push is None or pop is None:
+        if not torch.cuda.is_available():
+            return
+        push, pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+    calls = [("forward", model, "forward"), (f"attention {model.attention.name}", model.attention, "attend")]
+    calls += [(label, model.kernels, method) for method, label in OPERATORS.items()]
+    for label, owner, method in calls:
+        setattr(owner, method, _between(label, getattr(owner, method), push, pop))
+
+
+def _between(
+    label: str, call: Callable[..., Any], push: Callable[[str], Any], pop: Callable[[], Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        if label == "forward" and args:
+            push(f"forward, {len(args[0])} rows")
+        else:
+            push(label)
+        try:
+            return call(*args, **options)
+        finally:
+            pop()
 
     return run

@@ -16,14 +16,17 @@ from executor.block_names import TextNames
 from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
 from executor.conversation import Conversations, keeps_history
-from executor.device_memory import choose_allocator, measure_use
+from executor.device_memory import choose_allocator
+from executor.device_timing import annotate
 from executor.engine import LiveEngine, Outcome
 from executor.errors import ExecutorError
 from executor.loading import Loaded, load_model
-from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap
+from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap, moved_block_bytes
+from executor.pool_size import default_blocks
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
+from executor.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
@@ -163,8 +166,8 @@ class OneRank:
 
     def make_ready(self, runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
         """Whatever has to be done before time counts."""
-        _warm_up(runner)
-        _measure_costs(runner, scheduler, costs)
+        warm_up(runner)
+        measure_costs(runner, scheduler, costs)
 
     def after(self, engine: LiveEngine) -> dict[str, Any]:
         """What the run folder says beyond a single device's run."""
@@ -189,7 +192,7 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
 
         return load_sharded(config, longest)
     choose_allocator(config.allocator)
-    return load_model(
+    loaded = load_model(
         config.model,
         device=config.device,
         dtype=config.dtype,
@@ -203,6 +206,22 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
         graphs=config.graphs,
         block_size=config.block_size,
     )
+    if config.streams:
+        _take_two_streams(loaded)
+    if config.nvtx:
+        annotate(loaded.model)
+    return loaded
+
+
+def _take_two_streams(loaded: Loaded) -> None:
+    from executor.attention.triton import TritonAttention
+
+    attention = loaded.model.attention
+    if not isinstance(attention, TritonAttention) or loaded.device.type != "cuda":
+        raise ExecutorError(
+            f"--streams: found attention {attention.name} on {loaded.device}, expected --attention triton on CUDA"
+        )
+    attention.two_streams = True
 
 
 def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
@@ -221,7 +240,7 @@ def _scheduler(
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
-        num_blocks=config.num_blocks or _default_blocks(config, loaded, trace, max_model_len),
+        num_blocks=config.num_blocks or default_blocks(config, loaded, trace, max_model_len),
         block_size=config.block_size,
         max_model_len=max_model_len,
         token_budget=config.token_budget,
@@ -231,7 +250,7 @@ def _scheduler(
         ahead=config.ahead or None,
         prefix_caching=config.prefix_caching,
         names=names,
-        swap=make_swap(config, loaded.kv_bytes_per_token * config.block_size, costs),
+        swap=make_swap(config, moved_block_bytes(config, loaded), costs),
         admission=make_admission(config),
         micro_batches=config.pp,
         chase_chunks=config.chase_chunks,
@@ -249,128 +268,12 @@ def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
     return estimate_ns
 
 
-def _default_blocks(config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int) -> int:
-    """Blocks for the whole trace at once, if `memory_share` of the free memory holds them; else what it holds."""
-    per_block = loaded.kv_bytes_per_token * config.block_size
-    if loaded.device.type == "cuda" and not loaded.is_sharded:
-        # The largest batch runs once: what it keeps is then no longer counted as free.
-        measure_use(loaded, most_rows=config.token_budget or 2048, most_sampled=config.max_num_seqs or 256)
-    room = int(free_memory_bytes(loaded.device) * config.memory_share) // per_block
-    lengths = trace.prompt_tokens + trace.max_output_tokens
-    wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
-    longest = -(-max_model_len // config.block_size)
-    if room < longest:
-        raise ExecutorError(
-            f"KV pool: {room} blocks of {config.block_size} tokens fit into {config.memory_share:.0%} of the free "
-            f"memory, the longest request needs {longest}; lower --max-model-len or raise --memory-share"
-        )
-    return max(longest, min(room, wanted))
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Memory that is free on the device now (what the operating system calls available, on a CPU)."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: assume a small machine rather than fail
-    return 4 << 30
-
-
 def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
     if config.prompts is None:
         return trace_prompts(trace, loaded.spec.vocab, config.seed)
     from executor.tokenizer import load_tokenizer
 
     return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
-
-
-def prefill_token_ns(runner: Runner, tokens: int = 256, repeats: int = 2) -> float:
-    """Nanoseconds per prompt token of one chunk on an empty cache (blocks that nobody has yet are written)."""
-    import time
-
-    import numpy as np
-
-    from executor.step import Step
-
-    size = runner.cache.block_size
-    packed = runner.cache if isinstance(runner.cache, CompressedKVCache) else None
-    room = (packed.full_blocks if packed is not None else runner.cache.blocks) - 1
-    tokens = max(1, min(tokens, room * size, runner.loaded.max_tokens))
-    span = np.arange(tokens, dtype=np.int32)
-    zero = np.zeros(1, np.int32)
-    none = np.empty(0, np.int32)
-    step = Step(
-        rows=tokens,
-        token_ids=np.zeros(tokens, np.int64),
-        positions=span,
-        slots=(span + size).astype(np.int64),  # from block 1 on
-        tables=np.arange(1, -(-tokens // size) + 1, dtype=np.int32)[None],
-        chunk_row=zero,
-        chunk_tokens=np.array([tokens], np.int32),
-        chunk_prefix=zero,
-        chunk_table=zero,
-        decode_row=none,
-        decode_context=none,
-        decode_table=none,
-        sampled_rows=none,
-        sampled_table=none,
-        device=runner.cache.device,
-    )
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter_ns()
-        runner.loaded.model.forward(step.tensor(step.token_ids), step, runner.cache)
-        if runner.cache.device.type == "cuda":
-            torch.cuda.synchronize(runner.cache.device)
-        best = min(best, (time.perf_counter_ns() - started) / tokens)
-    if packed is not None:
-        packed.drop(list(range(packed.blocks)))
-    return best
-
-
-def _warm_up(runner: Runner) -> None:
-    """First use of kernels, buffers, threads and graphs, so that the first request does not pay for them."""
-    if runner.graphs is not None:
-        runner.graphs.warm()
-    import numpy as np
-
-    from executor.step import Step
-
-    none = np.empty(0, np.int32)
-    for tokens in (64, 1):
-        step = Step(
-            rows=tokens,
-            token_ids=np.zeros(tokens, np.int64),
-            positions=np.zeros(tokens, np.int32),
-            slots=np.full(tokens, -1, np.int64),  # stored nowhere
-            tables=np.zeros((1, 1), np.int32),
-            chunk_row=none,
-            chunk_tokens=none,
-            chunk_prefix=none,
-            chunk_table=none,
-            decode_row=none,
-            decode_context=none,
-            decode_table=none,
-            sampled_rows=none,
-            sampled_table=none,
-            device=runner.cache.device,
-        )
-        runner.loaded.model.forward(step.tensor(step.token_ids), step, runner.cache)
-
-
-def _measure_costs(runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
-    """What swap and admission have to know of this machine: time of a block's copy, and of a token's prefill."""
-    if runner.host is None and scheduler.admission is None:
-        return
-    costs.token_ns = prefill_token_ns(runner)
-    if runner.host is not None:
-        costs.block_ns = runner.host.measured_move_ns()
-    if scheduler.admission is not None and scheduler.admission.rate is None:
-        scheduler.admission.rate = 1e9 / costs.token_ns
 
 
 def _finish(
@@ -452,10 +355,17 @@ def _run_config(
 
 
 def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
-    facts = memory_counts([scheduler], runner.loaded.kv_bytes_per_token * runner.cache.block_size)
-    facts["kv_pool_bytes"] = runner.cache.num_bytes
+    cache = runner.cache
+    block_bytes = runner.loaded.kv_bytes_per_token * cache.block_size
+    if isinstance(cache, CompressedKVCache):
+        facts = memory_counts([scheduler], cache.packed_block_bytes)
+        facts["kv_packed_tokens"], facts["kv_pack_s"] = cache.sealed_tokens, cache.seal_ns / 1e9
+    else:
+        facts = memory_counts([scheduler], block_bytes)
+    facts["kv_pool_bytes"] = cache.num_bytes
     if runner.host is not None:
         times = runner.host.times
+        facts["swap_moved_bytes"] = times.bytes
         facts["swap_link_busy_s"] = (times.out_ns + times.in_ns) / 1e9
     return facts
 

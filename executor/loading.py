@@ -131,6 +131,8 @@ class Loaded:
             "attention": self.model.attention.name,
             "trim_last_layer": self.model.trim_last_layer,
             "threads": torch.get_num_threads(),
+            "graphs": self.graphs,
+            "streams": bool(getattr(self.model.attention, "two_streams", False)),
         }
 
 

@@ -71,6 +71,7 @@ def measure_plan(
                 if not unsure:
                     break
                 points = [*unsure, *plan.noise]
+                rig.warm(points)
                 log.note_points(round_number, points)
             _run_round(rig, points, round_number, plan, log, clock, plan.budget_s, say)
             round_number += 1
@@ -139,6 +140,7 @@ def _run_round(
 
 
 def _warm_up(rig: BatchRig, plan: MeasurementPlan) -> None:
+    rig.warm([*plan.noise, *plan.points])
     for point in plan.noise:
         rig.measure(point)
 
@@ -198,6 +200,7 @@ class _Log:
         entry = {
             "key": key, "why": why, "shape": timing.shape, "before_ns": timing.before_ns, "device_ns": timing.device_ns,
             "after_ns": timing.after_ns, "cpu_ns": timing.cpu_ns, "wall_ns": timing.wall_ns, "at_s": round(at_s, 6),
+            "executed_rows": timing.executed_rows,
         }  # fmt: skip
         self.rows.append(entry)
         self.done.add(key)

@@ -9,6 +9,7 @@ from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
+from executor.packed_swap import PackedHostCache
 from executor.swap import HostCache
 from policies.admission import AdmissionControl, Ladder
 from policies.swap import HostMemory, Swap, SwapCosts
@@ -40,6 +41,14 @@ def ladder_of(config: LiveConfig) -> Ladder | None:
     )  # fmt: skip
 
 
+def moved_block_bytes(config: LiveConfig, loaded: Loaded) -> int:
+    """Bytes of a block on its way to host memory, as the simulator counts them."""
+    compression = compression_of(config)
+    if compression is None:
+        return loaded.kv_bytes_per_token * config.block_size
+    return round(compression.moved_block_bytes(loaded.spec, loaded.kv_bytes_per_token))
+
+
 def make_swap(config: LiveConfig, block_bytes: int, costs: MeasuredCosts) -> Swap | None:
     """Host memory as the config wants it; None where preempted requests recompute."""
     ladder = ladder_of(config)
@@ -58,11 +67,13 @@ def make_admission(config: LiveConfig) -> AdmissionControl | None:
 def compression_of(config: LiveConfig) -> Compression | None:
     """What `kivi4` or `delta8` stands for; None for keys and values as they are."""
     text = config.kv_compression
-    if text is None:
-        return None
-    if config.ahead or config.preemption != "recompute" or (config.ladder and "offload" in config.ladder):
-        raise ExecutorError("--kv-compression: found --async or swapping beside it, expected neither")
-    return Compression.parse(text, config.block_size, config.kv_window)
+    return None if text is None else Compression.parse(text, config.block_size, config.kv_window)
+
+
+def full_blocks(config: LiveConfig, rows: int, most_tokens: int) -> int:
+    """Blocks in full precision beside a packed pool: everybody's window, and one batch."""
+    size = config.block_size
+    return rows * (config.kv_window // size + 2) + -(-most_tokens // size)
 
 
 def make_cache(config: LiveConfig, loaded: Loaded, blocks: int, rows: int, most_tokens: int) -> KVCache:
@@ -73,9 +84,13 @@ def make_cache(config: LiveConfig, loaded: Loaded, blocks: int, rows: int, most_
     if loaded.model.attention.name not in ("reading", "reference") or loaded.model.kernels.name != "torch":
         raise ExecutorError("--kv-compression: expected --kernels torch and --attention reading (or reference)")
     size = config.block_size
-    full = min(blocks + 1, rows * (config.kv_window // size + 2) + -(-most_tokens // size))
+    full = min(blocks + 1, full_blocks(config, rows, most_tokens))
     return CompressedKVCache(loaded.spec, blocks + 1, size, loaded.kv_dtype, loaded.device, compression, full)
 
 
-def make_host_cache(swap: Swap | None, cache: KVCache) -> HostCache | None:
-    return None if swap is None else HostCache(cache, swap.memory.blocks)
+def make_host_cache(swap: Swap | None, cache: KVCache) -> HostCache | PackedHostCache | None:
+    if swap is None:
+        return None
+    if isinstance(cache, CompressedKVCache):
+        return PackedHostCache(cache, swap.memory.blocks)
+    return HostCache(cache, swap.memory.blocks)

@@ -44,7 +44,8 @@ def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> lis
         seconds = entry["device_ns"] / 1e9
         rows.append(
             {
-                **engine_columns(loaded), "operator": "iteration", "rows": shape.rows,
+                **engine_columns(loaded), "operator": "iteration",
+                "rows": max(shape.rows, entry.get("executed_rows", 0)),
                 "chunks": chunk_text(shape.chunks), "decodes": shape.decodes,
                 "decode_context_total": shape.decode_context_total, "decode_context_max": shape.decode_context_max,
                 "dummy_tokens": shape.dummy_tokens, "sampled": shape.sampled, "repeats": 1,
@@ -65,7 +66,7 @@ def operator_rows(rig: BatchRig, loaded: Loaded, points: Sequence[Point], repeat
         "head": (spec.vocab, spec.hidden),
     }  # fmt: skip
     rows = []
-    with watching(loaded.model) as watch:
+    with rig.without_graphs(), watching(loaded.model) as watch:
         for point in points:
             times: dict[str, list[float]] = {}
             for _ in range(repeats):

@@ -22,6 +22,7 @@ from executor.cuda_graphs import graphs_for
 from executor.device_timing import IterationTimer
 from executor.kv_cache import KVCache
 from executor.loading import Loaded
+from executor.packed_swap import PackedHostCache
 from executor.sampler import Sampling, sample
 from executor.step import Ints, Step
 from executor.swap import HostCache
@@ -81,13 +82,17 @@ class _Decodes:
 
 @dataclass
 class Prepared:
-    """A batch ready to run: a snapshot that later planning does not change."""
+    """A batch ready to run: a snapshot that later planning does not change.
+
+    poison: blocks to poison first. left: (row, table) of requests that have gone since the batch before.
+    """
 
     batch: Batch
     step: Step
     wanted: list[Wanted]
     sampling: list[Sampling] | None
     poison: list[int] = field(default_factory=list)
+    left: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class Result(NamedTuple):
@@ -120,7 +125,7 @@ class Runner:
         *,
         rows: int = 64,
         poison: bool = False,
-        host: HostCache | None = None,
+        host: HostCache | PackedHostCache | None = None,
     ) -> None:
         self.loaded, self.cache, self.ledger = loaded, cache, ledger
         self.texts: dict[int, Text] = {}
@@ -131,11 +136,13 @@ class Runner:
         self._changes = 0
         self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
+        self.rows = rows
         self.host = host
         self.graphs = graphs_for(loaded, cache, longest)
         self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None
         self._packed = cache if isinstance(cache, CompressedKVCache) else None
         self._computed: dict[int, int] = {}
+        self._left: list[tuple[int, list[int]]] = []
         self._poison_freed = poison
         self._to_poison: list[int] = []
 
@@ -148,8 +155,8 @@ class Runner:
         if row is None:
             return
         if self._packed is not None:
-            whole = self._computed.pop(row, 0) // self._block_size if self.ledger.prefix_caching else 0
-            self._packed.leave(self._tables[row].tolist(), whole)
+            # Whoever executes the batches, in their order, is the only one to touch the packed pool.
+            self._left.append((row, self._tables[row].tolist()))
         if self._poison_freed:
             self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
         # To the tail: a row is not used again while a batch planned before may still read it.
@@ -207,7 +214,8 @@ class Runner:
         if not greedy:
             sampling = [w.text.sampling for w in wanted]
         poison, self._to_poison = self._to_poison, []
-        return Prepared(batch, step, wanted, sampling, poison)
+        left, self._left = self._left, []
+        return Prepared(batch, step, wanted, sampling, poison, left)
 
     def _decodes(self, parts: Sequence[Decodes]) -> _Decodes:
         """Rows and contexts of the decodes. Those of the last batch, one token on, where nothing has changed since."""
@@ -325,19 +333,24 @@ class Runner:
             self._timer.start(prepared.batch.number)
         if prepared.batch.swap_out and self.host is not None:
             self.host.copy_out(prepared.batch.swap_out)
+        for row, table in prepared.left:
+            self._leave_packed(row, table)
         if prepared.poison:
             self.cache.poison(prepared.poison)
         if prepared.batch.swap_in and self.host is not None:
             self.host.copy_in(prepared.batch.swap_in)
         step = prepared.step
         token_ids = step.tensor(step.token_ids)
+        if self._packed is not None:
+            self._pack_old(step, step.decode_table, step.decode_context)
         if step.num_decodes:
             first = int(step.decode_row[0])
             token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
         forward = self.loaded.model.forward if self.graphs is None else self.graphs.forward
         logits = forward(token_ids, step, self.cache)
         if self._packed is not None:
-            self._pack_old(step)
+            self._pack_old(step, step.chunk_table, step.chunk_prefix + step.chunk_tokens)
+            self._computed.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
         sampled = None
         if prepared.wanted:
             sampled = self._sample(logits, prepared)
@@ -354,14 +367,18 @@ class Runner:
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
         return Result(ids, start_ns, end_ns, executed)
 
-    def _pack_old(self, step: Step) -> None:
-        """Pack what this batch has pushed out of its requests' windows."""
+    def _pack_old(self, step: Step, rows: Ints, contexts: Ints) -> None:
+        """Pack what lies outside the windows of requests with so much context: before a decode, so that what it sees
+        depends on its position alone, and after a chunk, so that a prompt does not keep its room while it waits."""
         assert self._packed is not None
-        contexts = dict(zip(step.chunk_table.tolist(), (step.chunk_prefix + step.chunk_tokens).tolist()))
-        contexts.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
-        for row, context in contexts.items():
-            self._packed.seal_old(step.block_tables[row], context)
-        self._computed.update(contexts)
+        for row, context in zip(rows.tolist(), contexts.tolist()):
+            self._packed.seal_old(step.tables[row], context)
+            self._computed[row] = context
+
+    def _leave_packed(self, row: int, table: list[int]) -> None:
+        assert self._packed is not None
+        whole = self._computed.pop(row, 0) // self._block_size if self.ledger.prefix_caching else 0
+        self._packed.leave(table, whole)
 
     def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         kernels = self.loaded.model.kernels

@@ -19,12 +19,13 @@ from policies.swap import Move
 
 @dataclass
 class SwapTimes:
-    """What copies took, as seen by the host (on a GPU: until they were launched)."""
+    """What copies took, as seen by the host (on a GPU: until they were launched). bytes: moved, both ways together."""
 
     blocks_out: int = 0
     blocks_in: int = 0
     out_ns: int = 0
     in_ns: int = 0
+    bytes: int = 0
 
 
 class HostCache:
@@ -49,7 +50,7 @@ class HostCache:
     def copy_out(self, moves: Sequence[Move]) -> None:
         """Device blocks to their slots, before anybody writes into these blocks."""
         started = time.perf_counter_ns()
-        blocks, slots = _joined(moves)
+        blocks, slots = joined(moves)
         if self._stream is None:
             self.pool[torch.tensor(slots)] = self.cache.pool[:, :, torch.tensor(blocks)].permute(2, 0, 1, 3, 4, 5)
         else:
@@ -63,12 +64,13 @@ class HostCache:
                 there.record_stream(self._stream)
             current.wait_stream(self._stream)
         self.times.blocks_out += len(blocks)
+        self.times.bytes += len(blocks) * self.num_bytes // len(self.pool)
         self.times.out_ns += time.perf_counter_ns() - started
 
     def copy_in(self, moves: Sequence[Move]) -> None:
         """Slots back to device blocks, before anybody reads these blocks."""
         started = time.perf_counter_ns()
-        blocks, slots = _joined(moves)
+        blocks, slots = joined(moves)
         if self._stream is None:
             self.cache.pool[:, :, torch.tensor(blocks)] = self.pool[torch.tensor(slots)].permute(1, 2, 0, 3, 4, 5)
         else:
@@ -85,6 +87,7 @@ class HostCache:
                 back.record_stream(self._stream)
             current.wait_stream(self._stream)
         self.times.blocks_in += len(blocks)
+        self.times.bytes += len(blocks) * self.num_bytes // len(self.pool)
         self.times.in_ns += time.perf_counter_ns() - started
 
     def measured_move_ns(self, blocks: int = 16, repeats: int = 3) -> float:
@@ -102,7 +105,8 @@ class HostCache:
         return best
 
 
-def _joined(moves: Sequence[Move]) -> tuple[list[int], list[int]]:
+def joined(moves: Sequence[Move]) -> tuple[list[int], list[int]]:
+    """(blocks, slots) of all moves, one after another."""
     blocks: list[int] = []
     slots: list[int] = []
     for move in moves:

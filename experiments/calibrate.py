@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.device_aims import aims_blocks, aims_stage, host_time_stage
 from experiments.document import Block, Bullets, Heading, Table, write_document
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
@@ -46,10 +47,15 @@ def calibrate(what: Calibration, out: Path, say: Callable[[str], None]) -> Resul
     out.mkdir(parents=True, exist_ok=True)
     validation = Validation(settings_of(what, out), out / "validation", say=say)
     checks = self_tests(validation, out, say)
+    validation.ceilings()
+    ceilings = _measured_ceilings(out)
+    loaded = validation.live_side.loaded
+    judged = aims_stage(loaded, ceilings, out, say)
+    host = host_time_stage(loaded, what.engine.block_size, out, say)
     result = validation.run()
     shutil.copyfile(validation.out / "model.json", out / "model.json")
     shutil.copyfile(validation.out / "device.toml", out / "device.toml")
-    write_report(result, checks, out)
+    write_report(result, checks, out, judged, host)
     slim(out, say)
     return result
 
@@ -95,9 +101,22 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
     return checks
 
 
-def write_report(result: Result, checks: list[dict[str, Any]], out: Path) -> list[Path]:
-    """report.md, report.html and report.json: self-tests and ceilings, then the validation."""
-    ceilings = read_json(out / "validation" / "ceilings.json")
+def _measured_ceilings(out: Path) -> Any:
+    from executor.ceilings import Ceilings
+
+    found = _ceilings(out)
+    return Ceilings(**{entry.name: found[entry.name] for entry in fields(Ceilings)})
+
+
+def _ceilings(out: Path) -> dict[str, Any]:
+    return dict(read_json(out / "validation" / "ceilings.json"))
+
+
+def write_report(
+    result: Result, checks: list[dict[str, Any]], out: Path, judged: list[dict[str, Any]], host: list[dict[str, Any]]
+) -> list[Path]:
+    """report.md, report.html and report.json: self-tests, ceilings, judging batches, then the validation."""
+    ceilings = _ceilings(out)
     story: list[Block] = [
         Heading(f"Calibration: {result.settings.engine.model} on {ceilings['device']}", 1),
         Bullets(in_short(result)),
@@ -122,10 +141,12 @@ def write_report(result: Result, checks: list[dict[str, Any]], out: Path) -> lis
             {"right": "good", "wrong": "bad"},
         ),
     ]  # fmt: skip
+    story += aims_blocks(judged, host)
     found = blocks(result)
     story += [replace(found[0], level=2) if isinstance(found[0], Heading) else found[0], *found[1:]]
     written = write_document(out, "report", story)
     content = {**as_dict(result), "self_test": [_plain(check) for check in checks], "ceilings": ceilings}
+    content |= {"aims": judged, "host_time": host}
     write_json(out / "report.json", content)
     return written
 

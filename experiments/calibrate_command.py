@@ -11,6 +11,7 @@ import typer
 
 def register(app: typer.Typer) -> None:
     app.command("calibrate")(calibrate_command)
+    app.command("host-time")(host_time_command)
 
 
 def calibrate_command(
@@ -30,6 +31,10 @@ def calibrate_command(
     dtype: Annotated[str, typer.Option(help="Weights; auto is float32 on a CPU.")] = "auto",
     kernels: Annotated[str, typer.Option(help="Kernel set.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",
+    graphs: Annotated[str, typer.Option(help="CUDA graphs: auto, on or off.")] = "auto",
+    streams: Annotated[bool, typer.Option("--streams/--one-stream", help="Two streams (triton on CUDA).")] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Ranges for a profiler's timeline (CUDA).")] = False,
+    allocator: Annotated[str, typer.Option(help="On CUDA: default, expandable or async.")] = "default",
     threads: Annotated[int | None, typer.Option(help="Threads of a CPU; one by default, 0 for PyTorch's own.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
@@ -49,7 +54,8 @@ def calibrate_command(
         threads = 1 if place == "cpu" else 0
     what = Calibration(
         engine=EngineChoice(
-            model=model, device=place, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
+            model=model, device=place, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
+            streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None,
             block_size=block_size, max_num_seqs=max_num_seqs, seed=seed,
         ),
         policies=tuple(part for part in policies.split(",") if part.strip()),
@@ -65,3 +71,29 @@ def calibrate_command(
         f"{result.took_s:.0f} s, {folder_bytes(out) / 2**20:.1f} MiB; report: {out / 'report.html'}; use it with "
         f"`--gpu {out / 'device.toml'} --cost-model {out / 'model.json'}`"
     )
+
+
+def host_time_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a calibration.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the figure; FOLDER/figures by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """What the host adds to iterations of short chunks, with CUDA graphs and without: the figure of a calibration."""
+    from experiments.device_aims import host_time_figure, host_time_of
+    from metrics.figure_style import house_style, save
+
+    rows = host_time_of(folder)
+    target = out or folder / "figures"
+    target.mkdir(parents=True, exist_ok=True)
+    with house_style():
+        written = save(host_time_figure(rows), target, "host_time")
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        graphs = "with graphs" if row["graphs"] else "without graphs"
+        print(
+            f"{row['batch']:<16} {graphs:<15} device {row['device_s'] * 1e3:8.3f} ms, "
+            f"host {row['host_s'] * 1e3:8.3f} ms, {row['wall_s'] / row['rows'] * 1e6:8.2f} \u00b5s a row"
+        )
+    print(f"figure: {written[1]}")

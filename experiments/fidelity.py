@@ -150,19 +150,35 @@ def make_bench(
 
     profile: by default the folder of the same GPU and model below the public profiles. model: by default the run's own.
     """
-    from profiler.commands_profiles import gpu_name
     from profiler.hardware import load_hardware
     from profiler.model_config import load_model_spec
 
     run = read_vllm_run(folder)
     spec = load_model_spec(model or str(run.meta.get("model") or run.folder.name))
-    hardware = load_hardware(gpu or gpu_name(run.gpu))
     degree = tp or int(run.settings()["tp"])
     where = Path(profile) if profile is not None else _profile_beside(run)
+    hardware = load_hardware(gpu) if gpu else _hardware_of(run, where)
     fit, source = _fit_of(where, hardware, degree)
     graph = {"graph_padding": run.largest_graph > 0, "largest_graph": max(run.largest_graph, 1)}
     engine = EngineTerms.from_mapping({**fit.terms, **graph, **(terms or {})})
     return Bench(run, fit, spec, hardware, degree, engine, source)
+
+
+def _hardware_of(run: VllmRun, profile: Path | None) -> Hardware:
+    """The GPU that the run recorded; where it recorded none, the one that a folder around it or its profile names."""
+    from profiler.commands_profiles import gpu_name
+    from profiler.errors import ProfileError
+    from profiler.hardware import load_hardware
+
+    if (run.meta.get("hardware") or {}).get("device_name"):
+        return load_hardware(gpu_name(run.gpu))
+    folders = [*run.folder.absolute().parents, *(profile.absolute().parents if profile is not None else ())]
+    for name in (run.gpu, run.folder.name, *(folder.name for folder in folders)):
+        try:
+            return load_hardware(gpu_name(name))
+        except ProfileError:
+            continue
+    raise ExperimentError(f"{run.folder}: names no GPU, nor do the folders around it: name it with --gpu")
 
 
 def _profile_beside(run: VllmRun) -> Path | None:

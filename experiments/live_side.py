@@ -52,6 +52,10 @@ class EngineChoice:
     kv_dtype: str = "auto"
     kernels: str = "auto"
     attention: str = "auto"
+    graphs: str = "auto"
+    streams: bool = False
+    nvtx: bool = False
+    allocator: str = "default"
     threads: int | None = None
     block_size: int = 16
     max_num_seqs: int = 32
@@ -89,7 +93,8 @@ class LiveSide:
                 LiveConfig(
                     model=choice.model, device=choice.device, dtype=choice.dtype, kv_dtype=choice.kv_dtype,
                     kernels=choice.kernels, attention=choice.attention, seed=choice.seed, threads=choice.threads,
-                    block_size=choice.block_size, tp=choice.tp, pp=choice.pp,
+                    block_size=choice.block_size, tp=choice.tp, pp=choice.pp, graphs=choice.graphs,
+                    streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator,
                 ),
                 self._most_length,
             )  # fmt: skip
@@ -118,6 +123,7 @@ class LiveSide:
             policy=policy.name, knobs=policy.knobs, model=choice.model, device=choice.device, dtype=choice.dtype,
             kv_dtype=choice.kv_dtype, kernels=choice.kernels, attention=choice.attention, threads=choice.threads,
             block_size=choice.block_size, max_num_seqs=choice.max_num_seqs, token_budget=choice.token_budget,
+            graphs=choice.graphs, streams=choice.streams, nvtx=choice.nvtx, allocator=choice.allocator,
             max_model_len=self.max_model_len, num_blocks=num_blocks, seed=choice.seed, as_fast_as_possible=at_once,
             tp=choice.tp, pp=choice.pp,
         )  # fmt: skip
@@ -159,12 +165,13 @@ class LiveSide:
             self._rig = BatchRig(
                 self.loaded, most_tokens=needed.most_tokens, longest=needed.longest, block_size=self.choice.block_size
             )
+            self._rig.warm(points)
         return take_probe(self._rig, points, fit, when, began)
 
     def ceilings(self) -> tuple[Any, str]:
         """What the device can do at most (`executor.ceilings`), and the same as a hardware table."""
         from executor.ceilings import measure_ceilings
-        from executor.live import free_memory_bytes
+        from executor.device_memory import free_memory_bytes
 
         found = measure_ceilings(self.loaded.device, self.loaded.dtype)
         return found, hardware_table(found, free_memory_bytes(self.loaded.device))

@@ -161,7 +161,7 @@ class Validation:
         file = self.out / "plan.json"
         if file.exists():
             return read_plan(file)
-        self._ceilings()
+        self.ceilings()
         served = read_run(self.out / "capacity")
         wall = served.column("iterations", "wall_s")
         if self.settings.engine.is_sharded:  # the pipeline's pace, as if its stages took equally long
@@ -322,7 +322,7 @@ class Validation:
     def _dtype(self) -> str:
         return str(read_json(self.out / "ceilings.json")["dtype"])
 
-    def _ceilings(self) -> None:
+    def ceilings(self) -> None:
         """What the device can do at best: a hardware table, so that shares of its peak can be told."""
         file = self.out / "ceilings.json"
         if not file.exists():

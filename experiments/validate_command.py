@@ -36,6 +36,14 @@ def validate(
     dtype: Annotated[str, typer.Option(help="Weights.", rich_help_panel=_ENGINE)] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, native or torch.", rich_help_panel=_ENGINE)] = "auto",
     attention: Annotated[str, typer.Option(help="Attention backend.", rich_help_panel=_ENGINE)] = "auto",
+    graphs: Annotated[str, typer.Option(help="CUDA graphs: auto, on or off.", rich_help_panel=_ENGINE)] = "auto",
+    streams: Annotated[
+        bool, typer.Option("--streams/--one-stream", help="Two streams (triton on CUDA).", rich_help_panel=_ENGINE)
+    ] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Ranges for a profiler.", rich_help_panel=_ENGINE)] = False,
+    allocator: Annotated[
+        str, typer.Option(help="On CUDA: default, expandable or async.", rich_help_panel=_ENGINE)
+    ] = "default",
     threads: Annotated[
         int,
         typer.Option(help="Threads of the model; one is disturbed least. 0: PyTorch's own.", rich_help_panel=_ENGINE),
@@ -102,8 +110,9 @@ def validate(
         trace=str(trace),
         policies=tuple(part for part in policies.split(",") if part.strip()),
         engine=EngineChoice(
-            model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, threads=threads or None,
-            block_size=block_size, max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed, tp=tp, pp=pp,
+            model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
+            streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None, block_size=block_size,
+            max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed, tp=tp, pp=pp,
         ),
         rows=(skip, skip + limit), loads=shares_of(load), repeats=repeats, budget_s=seconds_of(budget, "--budget"),
         ensemble=ensemble, trace_format=trace_format,

@@ -43,12 +43,13 @@ class VllmRun:
 
     @property
     def name(self) -> str:
-        return f"{self.folder.parent.name}/{self.folder.name}"
+        folder = self.folder.absolute()
+        return f"{folder.parent.name}/{folder.name}"
 
     @property
     def gpu(self) -> str:
-        """Device name as recorded, or the name of the folder that the run lies in."""
-        return str((self.meta.get("hardware") or {}).get("device_name") or self.folder.parent.name)
+        """Device name as recorded, or the folder that the run lies in (GPU/MODEL)."""
+        return str((self.meta.get("hardware") or {}).get("device_name") or self.folder.absolute().parent.name)
 
     @property
     def latencies(self) -> dict[str, Column]:
@@ -165,6 +166,14 @@ def read_vllm_run(folder: str | Path) -> VllmRun:
     for column in (*wanted, *times):
         if column not in requests or not pd.api.types.is_numeric_dtype(requests[column]):
             raise ExperimentError(f"{folder}/requests.jsonl: {column}: not found or not numeric in every line")
+    unfinished = requests[list(times)].isna()
+    if unfinished.any(axis=None):
+        row = int(unfinished.any(axis=1).to_numpy().argmax())
+        column = str(unfinished.columns[unfinished.iloc[row]][0])
+        raise ExperimentError(
+            f"{folder}/requests.jsonl: row {row + 1}: {column}: found none, expected a time: leave out requests that "
+            "did not finish"
+        )
     for column in ("t", "gen_throughput", "running", "waiting", "kv_cache_pct"):
         if column not in log:
             raise ExperimentError(f"{folder}/timeseries.csv: missing column {column}, found {', '.join(log)}")

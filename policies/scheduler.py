@@ -86,6 +86,7 @@ class Scheduler(Lockstep):
         self._admissions = 0
         self._cohorts = 0
         self._batches = 0
+        self._stopped: list[Track] = []
         self._only_now = False
 
     @property
@@ -225,6 +226,7 @@ class Scheduler(Lockstep):
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts:
                 break
+            self._stopped += draft.preempted
             if not draft.preempted and (queues.in_flight_batches or not queues.waiting or not self.handover.reclaim()):
                 break
         self.alarm_ns = draft.alarm_ns
@@ -232,6 +234,10 @@ class Scheduler(Lockstep):
         if not draft.parts:
             return None
         batch = draft._finish(self._batches)
+        if self._stopped:
+            # Whoever holds something for a victim hears of it with the next batch, whichever plan stopped it.
+            batch.preempted = [*self._stopped, *batch.preempted]
+            self._stopped = []
         self._batches += 1
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= batch.shape[5]

@@ -201,8 +201,10 @@ class AttentionTables:
                 a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = cells[at]  # noqa: E741
             except KeyError:
                 a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = self._cell_beside(at)  # noqa: E741
-            low = a + i * tokens + (e + m * tokens) * prefix + (c + k * tokens + (g + o * tokens) * prefix) * decodes
-            high = b + j * tokens + (f + n * tokens) * prefix + (d + l * tokens + (h + p * tokens) * prefix) * decodes
+            # As floats, or each product would convert them anew.
+            x, y, z = tokens + 0.0, prefix + 0.0, decodes + 0.0
+            low = a + i * x + (e + m * x) * y + (c + k * x + (g + o * x) * y) * z
+            high = b + j * x + (f + n * x) * y + (d + l * x + (h + p * x) * y) * z
             ns = low + high * mean
             reach = prefix + tokens
             if mean > reach:

@@ -91,7 +91,8 @@ def plan_memory(
         activations = activation_bytes(model, dtype, tp, activation_tokens, max_num_seqs if last else 0)
         left = usable - weights - activations - runtime_bytes
         kv_token = model.kv_bytes_per_token(_kv_dtype(dtype, kv_dtype), tp, layers=layers)
-        blocks = max(left, 0) // (kv_token * block_size)
+        taken = weights + activations + runtime_bytes
+        blocks = kv_blocks(hardware.memory_bytes, share, taken, kv_token * block_size)
         plans.append(
             MemoryPlan(
                 stage,
@@ -110,6 +111,12 @@ def plan_memory(
     if tightest.num_blocks < 1:
         raise ProfileError(_too_big(model, hardware, tightest))
     return tightest
+
+
+def kv_blocks(memory_bytes: int, share: float, taken_bytes: int, block_bytes: int) -> int:
+    """Whole KV blocks in a share of a device's memory, after whatever else lies there: the one rule that the plan of a
+    simulated device and the pool of a measured one follow."""
+    return int(max(0, int(memory_bytes * share) - taken_bytes) // block_bytes)
 
 
 def num_blocks(model: ModelSpec, hardware: Hardware, **options: Any) -> int:

@@ -55,11 +55,23 @@ class Compression:
         """Of old tokens, in all layers."""
         return model.layers * self.group_bytes(model.kv_heads, model.head_dim) / self.group
 
+    def old_tokens(self, tokens: int) -> int:
+        """Of so many tokens of a request, those that are packed: whole groups beyond the window."""
+        return max(0, tokens - self.window) // self.group * self.group
+
     def bytes_of(self, model: ModelSpec, tokens: int, kv_dtype: str = "bfloat16") -> float:
         """KV bytes of a request with so many tokens: whole old groups packed, the rest in full precision."""
-        old = max(0, tokens - self.window) // self.group * self.group
+        old = self.old_tokens(tokens)
         full = model.kv_bytes_per_token(kv_dtype)
         return old * self.packed_bytes_per_token(model) + (tokens - old) * full
+
+    def moved_block_bytes(self, model: ModelSpec, full_bytes_per_token: float) -> float:
+        """Bytes of a block on its way to host memory: a request is mostly old then; a thousand old tokens stand for it.
+
+        full_bytes_per_token: of the same layers in full precision on all devices together.
+        """
+        packed = 1000 * self.packed_bytes_per_token(model) + self.window * full_bytes_per_token
+        return packed / (1000 + self.window) * self.group
 
     def ratio(self, model: ModelSpec, tokens: int, kv_dtype: str = "bfloat16") -> float:
         """How many times smaller a request of so many tokens becomes."""

@@ -36,7 +36,8 @@ class ReplayConfig:
     memory in pages of swap_page_mib, over a link of swap_bandwidth bytes/s (the GPU's own by default) that
     replicas_per_link replicas share. ladder: rungs of policies.admission.Ladder, whose knobs are trouble_from,
     plain_tokens, risk and max_wait_s. kv_store_gib: each replica's share of a KV store for all of them. kv_compression:
-    keys and values older than kv_window tokens packed (kivi4, delta8, ...): their bytes, not the time of unpacking.
+    keys and values older than kv_window tokens packed (kivi4, delta8, ...); kv_compression_cost: what that takes in
+    time (see profiler.compression_cost).
     """
 
     policy: str = "chunked"
@@ -92,6 +93,7 @@ class ReplayConfig:
     kv_store_gib: float | None = None
     kv_compression: str | None = None
     kv_window: int = 128
+    kv_compression_cost: str = "bound"
 
     def __post_init__(self) -> None:
         for name in COUNTS:

@@ -18,6 +18,7 @@ from policies import Batch, Ns, Request, Track
 from profiler import load_hardware, load_model_spec
 from simulator.errors import SimulationError
 from simulator.fabric import Fabric, Transfer
+from simulator.memory import stored_bytes_per_token
 from simulator.pools import Pool
 from simulator.replica import Replica
 from simulator.routers import choose, make_router
@@ -72,9 +73,8 @@ class Disaggregation:
         self.fabric = Fabric(cluster.env, round(config.kv_latency_s * 1e9))
         self.router = make_router(config.decode_router, config.decode_router_knobs)
         self._rng = Random(f"{config.seed} decode router")
-        model = load_model_spec(config.model)
-        self._layers = model.layers
-        self._bytes_per_token = model.kv_bytes_per_token(_kv_dtype(config.dtype, config.kv_dtype))
+        self._layers = load_model_spec(config.model).layers
+        self._bytes_per_token = stored_bytes_per_token(config)
         self._bandwidth = [port_bandwidth(pool, config.kv_bandwidth) for pool in cluster.plan.pools]
         self._moves: dict[int, Move] = {}
         self._queues: dict[int, deque[Move]] = {}
@@ -300,9 +300,3 @@ def port_bandwidth(pool: Pool, nic_bytes_per_s: float | None) -> float:
         if nic_bytes_per_s is None:
             raise SimulationError(f"gpu {hardware.name}: its network is not known; give --kv-bandwidth (bytes/s a NIC)")
     return nic_bytes_per_s * pool.engine.devices
-
-
-def _kv_dtype(dtype: str, kv_dtype: str) -> str:
-    if kv_dtype != "auto":
-        return kv_dtype
-    return "bfloat16" if dtype in ("auto", "float8") else dtype

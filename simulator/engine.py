@@ -15,7 +15,7 @@ from profiler.dtypes import dtype_bytes
 from simulator.afd import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.memory import ReplicaMemory, check_memory, compression_ratio
+from simulator.memory import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
 
 
@@ -100,6 +100,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
     if cost is None:
         cost = _apart_cost(config, model, gpu) if config.afd else _cost(config, model, gpu, config.tp)
+    cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
     num_blocks = config.num_blocks if config.num_blocks is not None else _num_blocks(config, policy, model, gpu)
     if config.num_blocks is None and config.kv_compression is not None and len(trace):
         # As many more as a request of the trace's mean length becomes smaller.

@@ -15,11 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from policies import Request, Track
-from profiler import load_model_spec
 from simulator.disaggregation import port_bandwidth
 from simulator.errors import SimulationError
 from simulator.fabric import Fabric, Transfer
-from simulator.memory import GIB, kv_dtype_of
+from simulator.memory import GIB, stored_bytes_per_token
 from simulator.moment import ARRIVAL, Moment
 from simulator.replica import Replica
 
@@ -49,7 +48,7 @@ class KVStore:
         self.fabric = Fabric(cluster.env, round(config.kv_latency_s * 1e9))
         self.entries: dict[int, OrderedDict[int, None]] = {}
         self.home: dict[int, int] = {}
-        self._token_bytes = load_model_spec(config.model).kv_bytes_per_token(kv_dtype_of(config))
+        self._token_bytes = stored_bytes_per_token(config)
         self._room = round(gib_per_replica * GIB)
         self._fetches: dict[int, Fetch] = {}
         pools = cluster.plan.pools

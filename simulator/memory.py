@@ -9,13 +9,16 @@ from policies.admission import AdmissionControl, Ladder
 from policies.batch import BatchShape
 from policies.swap import PREEMPTIONS, HostMemory, Swap, SwapCosts
 from profiler import load_hardware, load_model_spec
+from profiler.compression_cost import PackedCost, prices_of
 from profiler.dtypes import dtype_bytes
 from profiler.kv_compression import Compression
+from profiler.layer_split import split_layers
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.host_memory import HostLink
 
 if TYPE_CHECKING:
+    from profiler.cost_model import CostModel
     from simulator.engine import Engine
 
 GIB, MIB = 2**30, 2**20
@@ -101,12 +104,40 @@ def ladder_of(config: ReplayConfig) -> Ladder | None:
     )  # fmt: skip
 
 
+def compression_of(config: ReplayConfig) -> Compression | None:
+    """What `kivi4` or `delta8` stands for; None for keys and values as they are."""
+    if config.kv_compression is None:
+        return None
+    return Compression.parse(config.kv_compression, config.block_size, config.kv_window)
+
+
 def compression_ratio(config: ReplayConfig, tokens: int) -> float:
     """How many times smaller the KV of a request with so many tokens is than in full; 1 without compression."""
-    if config.kv_compression is None:
-        return 1.0
-    compression = Compression.parse(config.kv_compression, config.block_size, config.kv_window)
-    return compression.ratio(load_model_spec(config.model), tokens, kv_dtype_of(config))
+    compression = compression_of(config)
+    return 1.0 if compression is None else compression.ratio(load_model_spec(config.model), tokens, kv_dtype_of(config))
+
+
+def packed_cost(config: ReplayConfig, cost: CostModel, tp: int) -> CostModel:
+    """The cost model with the time of packing and of reading packed keys and values in it."""
+    compression = compression_of(config)
+    if compression is None or isinstance(cost, PackedCost):
+        return cost
+    model = load_model_spec(config.model)
+    prices = prices_of(
+        config.kv_compression_cost, compression, model, load_hardware(config.gpu), kv_dtype_of(config)
+    )
+    if prices is None:
+        return cost
+    layers = config.layer_split or (split_layers(model.layers, cost.stages) if cost.stages > 1 else (model.layers,))
+    return PackedCost(cost, compression, prices, model, layers, tp)
+
+
+def stored_bytes_per_token(config: ReplayConfig) -> int:
+    """KV bytes of a token that lies in a store or crosses a network: packed where keys and values are."""
+    compression, model = compression_of(config), load_model_spec(config.model)
+    if compression is not None:
+        return round(compression.packed_bytes_per_token(model))
+    return model.kv_bytes_per_token(kv_dtype_of(config))
 
 
 def check_memory(config: ReplayConfig) -> None:

@@ -40,7 +40,14 @@ SharedPool = Annotated[
 ]
 KVCompression = Annotated[
     str | None,
-    _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ... (their bytes, not their time)."),
+    _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ..."),
+]
+KVCompressionCost = Annotated[
+    str,
+    _option(
+        "--kv-compression-cost",
+        "Time of packing and reading: bound (bytes over bandwidth), fused, none, cpu, or a file that was measured.",
+    ),
 ]
 KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay in full precision.")]
 
@@ -59,5 +66,6 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "kv_store_gib": (SharedPool, None),
     "kv_compression": (KVCompression, None),
     "kv_window": (KVWindow, 128),
+    "kv_compression_cost": (KVCompressionCost, "bound"),
 }
 """Name of the config field -> (annotation, default)."""

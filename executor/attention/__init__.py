@@ -17,11 +17,12 @@ BACKENDS: dict[str, str] = {
     "triton": "executor.attention.triton:TritonAttention",
     "native": "executor.attention.native:NativeAttention",
     "sdpa": "executor.attention.sdpa:SdpaAttention",
+    "flex": "executor.attention.flex:FlexAttention",
     "paged": "executor.attention.paged:PagedAttention",
     "reference": "executor.attention.reference:ReferenceAttention",
     "reading": "executor.attention.reading:ReadingAttention",
 }
-"""Name -> where its class lives, fastest first: the order in which `auto` tries them."""
+"""Name -> where its class lives, fastest first: the order in which `auto` tries them (flex only by its name)."""
 
 _CUDA_ONLY = ("flash_attn", "triton")
 """What `auto` tries on CUDA alone, and takes only if it passes its self-test there."""
@@ -52,7 +53,7 @@ def make_attention(
     if name != "auto" and name not in BACKENDS:
         raise ExecutorError(f"attention: found {name!r}, expected one of auto, {', '.join(BACKENDS)}")
     for candidate in BACKENDS if name == "auto" else (name,):
-        if name == "auto" and candidate in _CUDA_ONLY and device.type != "cuda":
+        if name == "auto" and (candidate == "flex" or (candidate in _CUDA_ONLY and device.type != "cuda")):
             continue
         cls = backend_class(candidate)
         reason = cls.why_not(spec, device, kv_dtype)

@@ -8,6 +8,8 @@ import torch
 from executor.compressed_kv import CompressedKVCache, dequantise, pack, pack_codes, quantise, unpack, unpack_codes
 from executor.errors import ExecutorError
 from executor.loading import load_model
+from executor.packed_swap import PackedHostCache
+from policies.swap import Move
 from profiler.errors import ProfileError
 from profiler.kv_compression import Compression
 from profiler.model_spec import ModelSpec
@@ -150,3 +152,108 @@ def test_packed_runs_climb_the_ladder_too() -> None:
     )  # fmt: skip
     run = replay_live(small_trace(LENGTHS), config, loaded=loaded)
     assert set(run.tables.column("requests", "status")) == {"finished"}
+
+
+def packed_model():
+    return load_model(SPEC, device="cpu", dtype="float64", kernels="torch", attention="reading", seed=5)
+
+
+def tight(**options: object):
+    """Requests whose old blocks are packed, in a pool that cannot hold them all."""
+    from executor.config import LiveConfig
+
+    return LiveConfig(
+        policy="vllm_v1", token_budget=256, as_fast_as_possible=True, block_size=8, kv_compression="kivi4",
+        kv_window=16, watermark=0.0, swap_gib=0.002, swap_page_mib=0.01, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_swapped_packed_requests_answer_as_if_they_had_stayed(ahead: bool) -> None:
+    from executor.live import replay_live
+
+    loaded = packed_model()
+    trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
+    stayed = replay_live(trace, tight(num_blocks=200), loaded=loaded)
+    swapped = replay_live(trace, tight(num_blocks=22, preemption="swap", ahead=ahead), loaded=loaded)
+    memory = swapped.config["memory"]
+    assert memory["preemptions_by_swap"] > 1
+    assert memory["swap_moved_bytes"] > 0
+    assert stayed.config["memory"]["preemptions_by_swap"] == 0
+    assert swapped.answers == stayed.answers
+    assert stayed.answers != replay_live(trace, tight(num_blocks=200), loaded=loaded, kv_compression=None).answers
+
+
+def test_planning_ahead_over_a_packed_pool_changes_no_answer() -> None:
+    from executor.live import replay_live
+
+    loaded = packed_model()
+    trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
+    for caching in (False, True):
+        each = [
+            replay_live(trace, tight(num_blocks=200, ahead=ahead, prefix_caching=caching), loaded=loaded)
+            for ahead in (False, True)
+        ]
+        assert each[0].answers == each[1].answers
+
+
+def test_packed_and_whole_blocks_come_back_from_host_memory_as_they_went() -> None:
+    """Blocks 3 and 5 are packed, 2 is in the window: other blocks get the same bits back, and bytes are counted."""
+    cache = cache_of(Compression("kivi", 4, 4, 4))
+    keys, values = random(12, 2, 8), random(12, 2, 8, seed=1)
+    table = torch.tensor([3, 5, 2])
+    slots = torch.tensor([int(table[position // 4]) * 4 + position % 4 for position in range(12)])
+    for layer in range(2):
+        cache.store(layer, keys, values, slots)
+    cache.seal_old(table, 12)
+    before = [cache.read(layer, table, 12) for layer in range(2)]
+    host = PackedHostCache(cache, 4)
+    host.copy_out([Move(0, 3, table.tolist(), [2, 0, 3])])
+    cache.drop([3, 5, 2])
+    assert len(cache._free) == 6
+    host.copy_in([Move(0, 3, [7, 3, 9], [2, 0, 3])])
+    after = [cache.read(layer, torch.tensor([7, 3, 9]), 12) for layer in range(2)]
+    assert all(torch.equal(a, b) for pair in zip(before, after) for a, b in zip(*pair))
+    assert len(cache._free) == 5
+    whole = 2 * 2 * 2 * 4 * 8 * 4
+    assert host.times.bytes == 2 * (2 * cache.packed_block_bytes + whole)
+    # Slot 3 held a whole block; a packed one that goes there is not mistaken for it.
+    host.copy_out([Move(1, 1, [7], [3])])
+    host.copy_in([Move(1, 1, [1], [3])])
+    assert torch.equal(cache.read(0, torch.tensor([1]), 4)[0], before[0][0][:, :4])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("coding", ["kivi", "delta"])
+def test_a_packed_pool_on_this_gpu_holds_what_one_on_the_cpu_holds(coding: str) -> None:
+    keys, values = random(12, 2, 8), random(12, 2, 8, seed=1)
+    table = torch.tensor([3, 5, 2])
+    slots = torch.tensor([int(table[position // 4]) * 4 + position % 4 for position in range(12)])
+    found = []
+    for name in ("cpu", "cuda"):
+        device = torch.device(name)
+        cache = CompressedKVCache(SPEC, 20, 4, torch.float32, device, Compression(coding, 4, 4, 4), 6)
+        for layer in range(2):
+            cache.store(layer, keys.to(device), values.to(device), slots.to(device))
+        cache.seal_old(table, 12)
+        host = PackedHostCache(cache, 4)
+        host.copy_out([Move(0, 3, table.tolist(), [2, 0, 3])])
+        cache.drop(table.tolist())
+        host.copy_in([Move(0, 3, [7, 3, 9], [2, 0, 3])])
+        found.append([part.cpu() for part in cache.read(1, torch.tensor([7, 3, 9], device=device), 12)])
+    assert all(torch.allclose(here, there, atol=1e-5) for here, there in zip(*found))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_live_run_over_a_packed_pool_on_this_gpu_swaps_and_finishes() -> None:
+    from executor.live import replay_live
+
+    loaded = load_model(SPEC, device="cuda", dtype="float32", kernels="torch", attention="reading", seed=5)
+    trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
+    stayed = replay_live(trace, tight(num_blocks=200), loaded=loaded)
+    swapped = replay_live(trace, tight(num_blocks=22, preemption="swap"), loaded=loaded)
+    assert swapped.config["memory"]["preemptions_by_swap"] > 1
+    same = sum(a == b for row in stayed.answers for a, b in zip(stayed.answers[row], swapped.answers[row]))
+    assert same > 0.9 * sum(map(len, stayed.answers.values()))

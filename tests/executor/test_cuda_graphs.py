@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache as once
 
 import numpy as np
@@ -92,6 +93,17 @@ def test_a_replay_equals_the_plain_pass_and_padding_writes_nowhere() -> None:
     assert model.counts.without == 0
 
 
+def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing_and_has_its_graph_all_the_same() -> None:
+    step = make_step([(20, 31)], [], vocab=61, seed=2)
+    step = replace(step, sampled_rows=step.sampled_rows[:0], sampled_table=step.sampled_table[:0])
+    pool = pool_for(step)
+    model = graphed(pool)
+    both_ways(model, pool, step)
+    both_ways(model, pool, make_step([(30, 5)], [], vocab=61, seed=3))
+    both_ways(model, pool, step)
+    assert (model.counts.captured, model.counts.replayed, model.counts.without) == (1, 3, 0)
+
+
 @once
 def shared() -> tuple[GraphedModel, KVCache]:
     """One model for all examples, as in a run: graphs captured for one batch serve the next."""
@@ -140,6 +152,19 @@ def test_warming_captures_the_decode_buckets_and_serving_captures_no_more() -> N
     assert torch.equal(pool.pool, before)
     both_ways(model, pool, step)
     assert (model.counts.captured, model.executed_rows) == (4, 4)
+
+
+def test_a_run_captures_what_it_may_meet_and_no_more() -> None:
+    buckets = Buckets(blocks=10, decodes=(1, 2, 4, 8), chunk_rows=32, tile=16, chunks=3, mixed_decodes=(4, 8))
+    found = [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(3)]
+    assert found == [(0, 4), (0, 2), (0, 1), (32, 4), (32, 0), (16, 4), (16, 0)]
+    assert [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(100)][:5] == [
+        (0, 8), (0, 4), (0, 2), (0, 1), (32, 8),
+    ]  # fmt: skip
+    # A chunk beside one decode has the bucket of four.
+    fitted = buckets.fit(sizes_of(make_step([(20, 0)], [3]), 16, 16))
+    assert fitted is not None
+    assert (fitted.chunk_rows, fitted.decodes, fitted.rows) == (32, 4, 36)
 
 
 def test_kernels_that_wait_are_refused_and_the_stand_in_would_catch_them() -> None:
@@ -204,3 +229,37 @@ def test_graphs_are_asked_for_in_words() -> None:
     with pytest.raises(ExecutorError, match="CUDA graphs need a CUDA device"):
         graphs_for(wanted, pool_for(step), 100)
     assert graphs_for(loaded(), pool_for(step), 100) is None
+
+
+def test_measured_batches_run_through_graphs_that_were_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from executor import runner
+    from executor.batch_rig import BatchRig
+    from executor.profile_rows import iteration_rows
+    from policies import BatchShape
+    from profiler.plan import Point
+
+    buckets = Buckets(blocks=40, decodes=(1, 2, 4, 8), chunk_rows=96, tile=16, chunks=3)
+    monkeypatch.setattr(
+        runner,
+        "graphs_for",
+        lambda model, cache, longest: GraphedModel(model.model, cache, buckets, new_capture=RecordedGraph),
+    )
+    rig = BatchRig(loaded(), most_tokens=2000, longest=300)
+    points = [
+        Point(BatchShape(((20, 60),), 3, 300, 120, 0, 4), "visited"), Point(BatchShape((), 3, 90, 40, 0, 3), "visited"),
+        Point(BatchShape(((200, 0),), 0, 0, 0, 0, 1), "visited"),
+    ]  # fmt: skip
+    rig.warm(points)
+    graphs = rig.runner.graphs
+    assert graphs is not None
+    assert graphs.counts.captured == 2, "200 rows are beyond any bucket"
+    timings = [rig.measure(point) for point in points]
+    assert [timing.executed_rows for timing in timings] == [36, 4, 0]
+    assert [timing.shape for timing in timings] == [point.shape for point in points]
+    assert graphs.counts.captured == 3, "the step in which the decodes join has a bucket too, outside of what is measured"
+    entries = [
+        {"key": (0, number, 0), "shape": timing.shape, "before_ns": 1, "device_ns": 1, "after_ns": 1, "cpu_ns": 1,
+         "wall_ns": 1, "at_s": 0.0, "executed_rows": timing.executed_rows}
+        for number, timing in enumerate(timings)
+    ]  # fmt: skip
+    assert [row["rows"] for row in iteration_rows(entries, loaded())] == [36, 4, 200]

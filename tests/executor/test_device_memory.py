@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from executor.config import LiveConfig
 from executor.device_memory import MemoryUse, choose_allocator, dummy_step, measure_use, pool_blocks
-from executor.device_timing import ClockEvent, IterationTimer, nvtx_ranges
+from executor.device_timing import ClockEvent, IterationTimer, annotate, nvtx_ranges
 from executor.errors import ExecutorError
+from executor.live import load_for
 from executor.loading import load_model
+from executor.pool_size import default_blocks
 
 GIB = 1 << 30
 
@@ -25,7 +31,7 @@ def test_the_pool_takes_what_weights_activations_and_graphs_leave() -> None:
 
 def test_memory_is_asked_for_on_any_device_and_dummy_rows_run() -> None:
     loaded = load_model("nano", device="cpu", max_tokens=64)
-    assert measure_use(loaded, most_rows=32, most_sampled=4).room(1.0) > 0
+    assert measure_use(loaded, most_rows=32, most_sampled=4).blocks(1024, 1.0) > 0
     step = dummy_step(7, 3, torch.device("cpu"))
     cache = loaded.new_cache(1, 16)
     cache.pool.fill_(5.0)
@@ -79,3 +85,53 @@ def test_ranges_leave_the_model_as_it_was() -> None:
     with nvtx_ranges({"forward": (loaded.model, "forward")}):
         pass
     assert vars(loaded.model) == before
+
+
+def test_passes_and_operators_are_named_in_a_timeline() -> None:
+    loaded = load_model("nano", device="cpu", max_tokens=64, kernels="torch", attention="sdpa")
+    said: list[str] = []
+    annotate(loaded.model, push=said.append, pop=lambda: said.append("end"))
+    step = dummy_step(7, 3, torch.device("cpu"))
+    loaded.model.forward(torch.from_numpy(step.token_ids), step, loaded.new_cache(1, 16))
+    assert said[:3] == ["forward, 7 rows", "embedding", "end"]
+    assert said.count("attention sdpa") == loaded.spec.layers
+    assert said[-1] == "end"
+    assert said.count("end") * 2 == len(said)
+
+
+def test_two_streams_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ExecutorError, match="--streams: found attention sdpa on cpu, expected --attention triton"):
+        load_for(LiveConfig(model="nano", device="cpu", attention="sdpa", kernels="torch", streams=True), 64)
+
+
+def test_a_live_pool_on_a_gpu_is_what_the_largest_batch_and_graphs_leave() -> None:
+    """nano keeps 2 x 4 layers x 2 x 32 values a token. The device's 2 GiB at 90 %, less 0.5 and 0.25 GiB taken."""
+    from workloads.trace import Trace
+
+    loaded = load_model("nano", device="cpu", max_tokens=512, dtype="float32")
+    on_gpu = replace(loaded, device=torch.device("cuda"))
+    lengths = np.full(2000, 400)
+    trace = Trace("long", np.zeros(2000), lengths, lengths // 4, lengths // 4)
+    use = MemoryUse(2 * GIB, GIB // 2, GIB // 8, GIB // 8)
+    block_bytes = loaded.kv_bytes_per_token * 16
+    expected = (int(2 * GIB * 0.9) - 3 * GIB // 4) // block_bytes - 1
+    wanted = 2000 * 32 * 2 + 1
+    assert default_blocks(LiveConfig(), on_gpu, trace, 500, use) == min(expected, wanted)
+    assert default_blocks(LiveConfig(memory_share=0.5), on_gpu, trace, 500, use) < expected
+    with pytest.raises(ExecutorError, match=r"graphs 0\.12; lower --max-model-len"):
+        default_blocks(LiveConfig(memory_share=0.37), on_gpu, trace, 500, use)
+    # On a CPU: half of what is free; packed blocks are smaller, windows lie beside them.
+    free = MemoryUse(GIB // 64, 0, 0)
+    plain = default_blocks(LiveConfig(), loaded, trace, 500, free)
+    assert plain == GIB // 128 // block_bytes
+    packed = default_blocks(LiveConfig(kv_compression="kivi4", max_num_seqs=4, token_budget=64), loaded, trace, 500, free)
+    assert packed > 2 * plain
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_largest_batch_is_measured_on_this_gpu() -> None:
+    loaded = load_model("nano", device="cuda", max_tokens=512)
+    use = measure_use(loaded, most_rows=2048, most_sampled=256)
+    assert 0 < use.peak_activations < use.total
+    assert use.taken >= loaded.model.weight_bytes

@@ -110,3 +110,20 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ExecutorError, match="--swap-gib: found 0"):
         LiveConfig(swap_gib=0.0)
 
+
+
+@pytest.mark.parametrize("ladder", ["none", "preempt,offload", "all"])
+def test_a_burst_of_fifty_long_prompts_loses_nobody(ladder: str) -> None:
+    """A thousandth of 50 prompts of 100,000 tokens among chats, in a pool of two and a half of them."""
+    loaded = model("float32", "torch", "reference")
+    trace = small_trace([(100, 4)] * 50 + [(9, 6)] * 20)
+    run = serve(
+        loaded, trace, policy="vllm_v1", block_size=8, num_blocks=34, watermark=0.0, ladder=ladder, swap_gib=0.001,
+        swap_page_mib=PAGE_MIB, trouble_from=0.5, max_wait_s=30.0,
+    )  # fmt: skip
+    summary = run.summary
+    assert summary["requests"] == summary["finished"] + summary["rejected"] == 70
+    assert summary["rejected"] == 0 or ladder == "all"
+    assert int(run.tables.column("iterations", "free_blocks").min()) >= 0
+    if ladder == "none":
+        assert summary["preemptions"] == 0

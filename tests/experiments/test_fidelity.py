@@ -7,13 +7,16 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
 from experiments.fidelity import Variant, make_bench, over_time
-from experiments.vllm_run import read_vllm_run
+from experiments.known_steps import known_stretches, level_us
+from experiments.vllm_run import VllmRun, read_vllm_run
+from tests.simulator.constant_cost import ConstantCost
 
 DATA = Path(__file__).parents[3] / "shared/data"
 RUN = DATA / "traces/vllm_runs/RTXPRO6000/Llama-3.1-8B"
@@ -83,3 +86,34 @@ def test_the_command_takes_any_folder_of_the_form_and_prints_json(tmp_path: Path
 def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"meta.json: no such file; a run has requests.jsonl"):
         read_vllm_run(tmp_path)
+
+
+@needs_data
+def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None:
+    shutil.copytree(RUN, tmp_path / "somewhere/mine")
+    with pytest.raises(ExperimentError, match="names no GPU, nor do the folders around it: name it with --gpu"):
+        make_bench(tmp_path / "somewhere/mine")
+    beside = make_bench(tmp_path / "somewhere/mine", profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B")
+    assert beside.hardware.name == "rtxpro6000"
+    path = tmp_path / "somewhere/mine/requests.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[2]["first_token_ts"] = None
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    with pytest.raises(ExperimentError, match=r"requests.jsonl: row 3: first_token_ts: found none, expected a time"):
+        read_vllm_run(tmp_path / "somewhere/mine")
+
+
+def test_requests_with_one_first_step_tell_the_steps_between_their_ends() -> None:
+    """Three of one step, with 10, 40 and 50 tokens: 30 and 10 steps of 10 and 8 ms between their ends, 40 in all."""
+    requests = pd.DataFrame(
+        {"first_s": [1.0] * 3, "last_s": [2.0, 2.3, 2.38], "prompt": [100] * 3, "output": [10, 40, 50]}
+    )
+    run = VllmRun(Path("."), {}, requests, pd.DataFrame())
+    (stretch,) = known_stretches(run, ConstantCost(device_ns=9_000_000))
+    assert (stretch.steps, stretch.decodes) == (40, (2, 1))
+    assert stretch.measured_s == pytest.approx(0.0095)
+    assert stretch.error == pytest.approx(9 / 9.5 - 1)
+    assert level_us([stretch]) == pytest.approx(500)
+    # Had the last one been preempted for a second, nothing would be certain.
+    late = VllmRun(Path("."), {}, requests.assign(last_s=[2.0, 2.3, 3.38]), pd.DataFrame())
+    assert known_stretches(late, ConstantCost(device_ns=9_000_000)) == []

@@ -204,3 +204,35 @@ def test_packed_keys_and_values_make_room_for_more_requests():
         run(trace, kv_compression=kind, block_size=32, policy="chunked").config["num_blocks"] for kind in (None, "kivi4")
     )
     assert packed == int(plain * 4128 * 16384 / (4000 * 4736 + 128 * 16384))
+
+
+def test_packing_takes_the_time_that_its_prices_say_and_leaps_cross_it():
+    """One request of 2,000 tokens in one chunk, then 300 decodes: 1,856 + 303 tokens packed, at the window's edge."""
+    from profiler import load_hardware, load_model_spec
+    from profiler.compression_cost import bound_prices, values_per_token
+    from profiler.kv_compression import Compression
+
+    trace = trace_of([(0, 2000, 301)])
+    options = {"policy": "vllm_v1", "token_budget": 4096, "num_blocks": 500, "kv_compression": "kivi4", "block_size": 32}
+    times = {
+        cost: run(trace, kv_compression_cost=cost, **options).summary["duration_s"] for cost in ("none", "bound", "cpu")
+    }
+    prices = bound_prices(Compression("kivi", 4, 32, 128), load_model_spec("llama-3.1-8b"), load_hardware("h100"), "bfloat16")
+    read = sum(context - 128 - 16 for context in range(2000, 2300))
+    values = values_per_token(load_model_spec("llama-3.1-8b"))
+    expected = (1856 + 300) * values * prices.pack_ns + read * values * prices.decode_read_ns
+    assert (times["bound"] - times["none"]) * 1e9 == pytest.approx(expected, rel=1e-3)
+    assert times["cpu"] > times["bound"]
+    runs = [run(trace, leaps=leaps, **options) for leaps in (True, False)]
+    assert runs[0].summary == runs[1].summary
+    assert not runs[0].config["calibrated"]
+
+
+def test_packed_keys_and_values_are_stored_and_sent_packed():
+    options = {"policy": "chunked", "num_blocks": 1000, "replicas": 2, "router": "round_robin", "block_size": 32}
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    full, packed = (
+        run(shared_prompts(), cost, kv_store_gib=4.0, kv_compression=kind, **options).summary["store_bytes_in"]
+        for kind in (None, "kivi4")
+    )
+    assert packed == full * 4736 // 16384
