@@ -18,8 +18,9 @@ from experiments.document import Block, Bullets, Heading, Table, write_document
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
 from experiments.stage_files import read_json, write_json
-from experiments.validate import Settings, Validation
+from experiments.validate import Validation
 from experiments.validate_report import as_dict, blocks, in_short
+from experiments.validate_settings import Settings
 
 if TYPE_CHECKING:
     from experiments.validate import Result

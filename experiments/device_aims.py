@@ -89,6 +89,8 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
     captured = rig.runner.graphs
     for graphs in (True, False) if captured is not None else (False,):
         for name, point in points.items():
+            if graphs and captured.buckets.of_shape(point.shape) is None:
+                continue  # it runs without one in either case
             if graphs:
                 timings = [rig.measure(point) for _ in range(REPEATS + 1)][1:]
             else:
@@ -97,7 +99,7 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
             rows.append(
                 {
                     "batch": name, "rows": point.shape.rows,
-                    "graphs": graphs and captured.buckets.of_shape(point.shape) is not None,
+                    "graphs": graphs,
                     "host_s": median(timing.before_ns + timing.after_ns for timing in timings) / 1e9,
                     "device_s": median(timing.device_ns for timing in timings) / 1e9,
                     "wall_s": median(timing.wall_ns for timing in timings) / 1e9,
@@ -126,36 +128,43 @@ def host_time_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def host_time_figure(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Microseconds a row of each batch: the device's part and the host's, without graphs and with them."""
-    from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, new_figure
+    """The device's part of an iteration and the host's, without graphs and with them: chunks a token, decodes whole."""
+    from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, legend_above, new_figure
 
-    names = list(dict.fromkeys(row["batch"] for row in rows))
+    chunks = [row for row in rows if row["batch"].startswith("chunk")]
+    others = [row for row in rows if not row["batch"].startswith("chunk")]
     kinds = [kind for kind in (False, True) if any(row["graphs"] == kind for row in rows)]
     with house_style():
-        figure, axes = new_figure(DOUBLE_COLUMN_IN, 2.4)
-        panel = axes[0, 0]
-        width = 0.8 / len(kinds)
-        for place, kind in enumerate(kinds):
-            for at, name in enumerate(names):
-                row = next((row for row in rows if row["batch"] == name and row["graphs"] == kind), None)
-                if row is None:
-                    continue
-                device, whole = (row[key] / row["rows"] * 1e6 for key in ("device_s", "wall_s"))
-                left = at - 0.4 + (place + 0.5) * width
-                label = "with graphs" if kind else "without graphs"
-                panel.bar(
-                    left, device, width * 0.9, color="#0072B2" if kind else "#7F7F7F",
-                    label=f"device, {label}" if not at else None,
-                )  # fmt: skip
-                panel.bar(
-                    left, max(0.0, whole - device), width * 0.9, bottom=device, color="white",
-                    edgecolor="#0072B2" if kind else "#7F7F7F", hatch="////",
-                    label=f"host, {label}" if not at else None,
-                )  # fmt: skip
-        panel.set_xticks(range(len(names)), names)
-        panel.set_ylabel("time of an iteration\nper row (\u00b5s)")
-        panel.legend(loc="upper right", ncols=2)
+        figure, axes = new_figure(DOUBLE_COLUMN_IN, 2.4, 1, 2, width_ratios=(3, 1))
+        for panel, part, label, unit in (
+            (axes[0, 0], chunks, "time of a chunk per token (\u00b5s)", 1e6),
+            (axes[0, 1], others, "time of an iteration (ms)", 1e3),
+        ):
+            _host_time_bars(panel, part, kinds, unit, per_row=part is chunks)
+            panel.set_ylabel(label)
+        legend_above(figure, axes[0, 0 if chunks else 1], 2 * len(kinds))
     return figure
+
+
+def _host_time_bars(
+    panel: Any, rows: Sequence[dict[str, Any]], kinds: Sequence[bool], unit: float, *, per_row: bool
+) -> None:
+    names = list(dict.fromkeys(row["batch"] for row in rows))
+    width = 0.8 / len(kinds)
+    for place, kind in enumerate(kinds):
+        label, colour = ("with graphs", "#0072B2") if kind else ("without graphs", "#7F7F7F")
+        mine = [row for row in rows if row["graphs"] == kind]
+        at = [names.index(row["batch"]) - 0.4 + (place + 0.5) * width for row in mine]
+        share = [unit / (row["rows"] if per_row else 1) for row in mine]
+        device = [row["device_s"] * each for row, each in zip(mine, share)]
+        host = [max(0.0, row["wall_s"] - row["device_s"]) * each for row, each in zip(mine, share)]
+        panel.bar(at, device, width * 0.9, color=colour, label=f"device, {label}")
+        panel.bar(
+            at, host, width * 0.9, bottom=device, color="white", edgecolor=colour, hatch="////", label=f"host, {label}"
+        )  # fmt: skip
+    if per_row:
+        panel.set_xlabel("chunk (tokens)")
+    panel.set_xticks(range(len(names)), [name.removeprefix("chunk of ") for name in names])
 
 
 def aims_blocks(aims: Sequence[dict[str, Any]], host: Sequence[dict[str, Any]]) -> list[Block]:
@@ -164,7 +173,8 @@ def aims_blocks(aims: Sequence[dict[str, Any]], host: Sequence[dict[str, Any]]) 
         Heading("Judging batches"),
         Text(
             "Bounds: the larger of useful bytes over the copy bandwidth and useful FLOPs over the matrix rate above. "
-            "Times are the device's, gaps that the host leaves included."
+            "Times are the device's, gaps that the host leaves included. A small model may stay in a CPU's caches and "
+            "so beat the bound of memory."
         ),
         Table(
             ("batch", "variant", "time", "bound", "set by", "reached", "wanted"),
@@ -190,7 +200,7 @@ def aims_blocks(aims: Sequence[dict[str, Any]], host: Sequence[dict[str, Any]]) 
         ),
     ]  # fmt: skip
     if host:
-        caption = "Whole iterations, per row: what short chunks pay for their launches, and what graphs save."
+        caption = "Whole iterations, by chunk size: what short ones pay for their launches, and what graphs save."
         story.append(Picture("host_time", host_time_figure(host), caption))
     if not any(row["graphs"] for row in host):
         story.append(Bullets(["CUDA graphs were not used: no such device, or kernels that cannot be captured."]))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from experiments.measured_times import Fed, feed, why_not_fed
 from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
+from experiments.validate_settings import Settings, slice_of
 from policies.output_file import write_text
 
 if TYPE_CHECKING:
@@ -35,42 +36,6 @@ Say = Callable[[str], None]
 VERSION = 1
 DRY_LOAD = 1.15
 """The dry run that says where to measure is loaded this much more than the live runs will be."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that defines a validation. rows: [first, last) of the trace. ensemble: models behind intervals.
-
-    bounds: largest chunk, decodes and context to profile beyond what the trace visits, for a model that is to be used
-    with other traces too.
-    """
-
-    trace: str
-    policies: tuple[str, ...]
-    engine: EngineChoice = field(default_factory=EngineChoice)
-    rows: tuple[int, int] = (0, 40)
-    loads: tuple[float, ...] = (0.6,)
-    repeats: int = 3
-    budget_s: float = 120.0
-    ensemble: int = 12
-    trace_format: str = "auto"
-    bounds: tuple[int, int, int] | None = None
-
-    def __post_init__(self) -> None:
-        if not self.policies:
-            raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
-        if not 0 <= self.rows[0] < self.rows[1]:
-            raise ExperimentError(
-                f"rows: found {self.rows[0]} to {self.rows[1]}, expected a first and a later last one"
-            )
-        if self.repeats < 1:
-            raise ExperimentError(f"--repeats: found {self.repeats}, expected at least 1")
-        for load in self.loads:
-            if not 0 < load < 10:
-                raise ExperimentError(f"--load: found {load:g}, expected a share of capacity such as 0.6")
-
-    def as_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -107,7 +72,7 @@ class Validation:
         self.policies = [PolicyChoice.parse(text) for text in settings.policies]
         self._given_profile = profile
         self._began = time.monotonic()
-        self.trace = _slice(settings)
+        self.trace = slice_of(settings)
         longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
         self.live_side = LiveSide(settings.engine, longest)
         self._claim_folder()
@@ -390,33 +355,9 @@ class Validation:
         write_json(file, ours)
 
 
-def _slice(settings: Settings) -> Trace:
-    """The rows of the trace, from time 0; nobody gives up."""
-    from workloads import read_trace
-
-    trace = read_trace(settings.trace, trace_format=settings.trace_format)
-    first, last = settings.rows
-    if first >= len(trace):
-        raise ExperimentError(f"{trace.name}: found {len(trace)} requests, expected more than {first}")
-    part = trace.take(slice(first, last))
-    if part.closed_loop:
-        raise ExperimentError(
-            f"{trace.name}: found a closed-loop trace, whose load cannot be set; expected an open one"
-        )
-    part = part.rearranged(np.arange(len(part)), part.arrival_ns - part.arrival_ns[0])
-    return replace(part, abort_ns=None)
-
-
 def _repeated(trace: Trace, count: int) -> Trace:
     order = np.tile(np.arange(len(trace)), count)
     return trace.rearranged(order, np.zeros(len(order), np.int64))
-
-
-def settings_from(values: dict[str, Any]) -> Settings:
-    """The inverse of `Settings.as_dict`."""
-    names = [key for key in ("policies", "rows", "loads", "bounds") if values.get(key) is not None]
-    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in names}
-    return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})
 
 
 def _turn(policy: PolicyChoice, load: float, repeat: int) -> str:

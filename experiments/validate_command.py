@@ -103,8 +103,9 @@ def validate(
         raise ExperimentError("found no trace: name a trace file, or an existing run with --against")
     from executor.commands_profile import seconds_of
     from experiments.live_side import EngineChoice
-    from experiments.validate import Settings, Validation
+    from experiments.validate import Validation
     from experiments.validate_report import as_dict, in_short, write_report
+    from experiments.validate_settings import Settings
 
     settings = Settings(
         trace=str(trace),
@@ -190,8 +191,8 @@ def validate_full(
     """Validate models x traces x policies x loads: hours, resumable, one report over all."""
     from executor.commands_profile import seconds_of
     from experiments.live_side import EngineChoice
-    from experiments.validate import Settings
     from experiments.validate_full import parts_of, validate_all
+    from experiments.validate_settings import Settings
     from policies import policy_names
 
     names = policy_names() if policies == "all" else [part for part in policies.split(",") if part.strip()]

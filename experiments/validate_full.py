@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.document import Block, Bullets, Heading, Table, Text, write_document
 from experiments.stage_files import write_json
-from experiments.validate import Settings, Validation
+from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
 from experiments.validate_report import MARKS, in_short, write_report
+from experiments.validate_settings import Settings
 
 if TYPE_CHECKING:
     from experiments.validate import Result

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from policies.input_file import LOG_BYTES, checked_file, parse_json, read_text
 from profiler.errors import ProfileError
+from profiler.gemm_roofline import gemm_ns
 from profiler.hardware import Hardware, load_hardware
 from profiler.model_spec import Gemm
-from profiler.roofline import gemm_ns
 from profiler.roofline_constants import RooflineConstants
 
 if TYPE_CHECKING:

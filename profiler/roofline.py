@@ -20,6 +20,7 @@ from policies.batch import BatchShape
 from policies.request import Ns
 from profiler.dtypes import canonical_dtype, dtype_bytes
 from profiler.errors import ProfileError
+from profiler.gemm_roofline import gemm_ns
 from profiler.hardware import Hardware
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import Gemm, ModelSpec
@@ -29,32 +30,7 @@ from profiler.shapes import Column, ShapeColumns, attended_pairs
 Floats = NDArray[np.float64]
 
 
-TILE_N = 128
-SPLITS_OF_K = (1, 2, 4, 8)
 MAX_ROWS = 1 << 22
-
-
-def gemm_ns(
-    gemm: Gemm, rows: Floats, hardware: Hardware, constants: RooflineConstants, dtype: str, activation: int, tile: int
-) -> Floats:
-    """One GEMM: the slower of its bytes and its waves of output tiles; K may be split where that fills waves better.
-
-    A wave is one tile of `tile` x 128 outputs on every SM; a wave that is not full takes as long as a full one.
-    activation: bytes of an output element.
-    """
-    flops_per_ns = hardware.peak(dtype) * constants.matmul_efficiency / 1e9
-    bytes_per_ns = hardware.memory_bandwidth * constants.memory_efficiency / 1e9
-    tiles = np.ceil(rows / tile) * -(-gemm.n // TILE_N)
-    wave_ns = 2.0 * tile * TILE_N * gemm.k * hardware.sms / flops_per_ns
-    weight = dtype_bytes(dtype)
-    moved = gemm.n * gemm.k * weight + rows * (gemm.k * min(weight, activation) + gemm.n * activation)
-    candidates = []
-    for split in SPLITS_OF_K:
-        waves_ns = np.ceil(tiles * split / hardware.sms) * (wave_ns / split)
-        partial_bytes = 0.0 if split == 1 else 8.0 * split * gemm.n  # float32 partial sums, written and read
-        candidates.append(np.maximum(waves_ns, (moved + rows * partial_bytes) / bytes_per_ns))
-    fastest: Floats = np.minimum.reduce(candidates)
-    return fastest + constants.kernel_ns
 
 
 class _Stage(NamedTuple):

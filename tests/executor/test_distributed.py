@@ -169,13 +169,21 @@ class TestTwoStages:
         assert sum(run.tables.column("requests", "cached_tokens")) > 0
 
 
-def test_tensor_parallel_ranks_answer_as_one_process_under_every_policy(spec_file: str) -> None:
+def test_tensor_parallel_ranks_answer_as_one_process_under_every_policy(spec_file: str, tmp_path: Path) -> None:
     with load_for(config(spec_file, tp=2), 512) as loaded:
         check_every_policy(loaded, spec_file, tp=2)
         trace = trace_of(LENGTHS)
         hot = {"policy": "chunked", "temperature": 0.9, "top_p": 0.95, "as_fast_as_possible": True}
         alone = serve(single(spec_file), config(spec_file, **hot), trace)
         assert serve(loaded, config(spec_file, **hot, tp=2), trace).answers == alone.answers
+        # One KV head for all, which each rank then holds, and a vocabulary and an FFN that do not divide.
+        shared = tmp_path / "shared.toml"
+        shared.write_text(SPEC.replace("kv_heads = 2", "kv_heads = 1").replace("intermediate = 42", "intermediate = 41"))
+        assert isinstance(loaded, ShardedModel)
+        with load_sharded(config(str(shared), tp=2), 512, loaded.ranks) as other:
+            plain = {"policy": "chunked", "as_fast_as_possible": True}
+            alone = serve(single(str(shared)), config(str(shared), **plain), trace)
+            assert serve(other, config(str(shared), **plain, tp=2), trace).answers == alone.answers
 
 
 def test_two_by_two_ranks_answer_as_one_process(spec_file: str) -> None:

@@ -16,10 +16,11 @@ from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
 from experiments.measured_times import Fed
-from experiments.validate import Settings, Validation, settings_from
+from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
 from experiments.validate_explore import write_explorable
 from experiments.validate_report import write_report
+from experiments.validate_settings import Settings, settings_from
 from workloads import Trace, write_trace
 
 POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")

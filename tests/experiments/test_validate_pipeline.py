@@ -11,8 +11,9 @@ import pytest
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
 from experiments.pipeline_bubbles import ALL, BubbleComparison, bubbles_in_short, ranked
-from experiments.validate import Settings, Validation
+from experiments.validate import Validation
 from experiments.validate_report import write_report
+from experiments.validate_settings import Settings
 from policies import BatchShape
 from profiler.errors import ProfileError
 from profiler.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit

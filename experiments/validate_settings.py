@@ -1,0 +1,76 @@
+"""What defines a validation, as plain data: it goes into the folder, and a folder of other settings is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.errors import ExperimentError
+from experiments.live_side import EngineChoice
+
+if TYPE_CHECKING:
+    from workloads import Trace
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that defines a validation. rows: [first, last) of the trace. ensemble: models behind intervals.
+
+    bounds: largest chunk, decodes and context to profile beyond what the trace visits, for a model that is to be used
+    with other traces too.
+    """
+
+    trace: str
+    policies: tuple[str, ...]
+    engine: EngineChoice = field(default_factory=EngineChoice)
+    rows: tuple[int, int] = (0, 40)
+    loads: tuple[float, ...] = (0.6,)
+    repeats: int = 3
+    budget_s: float = 120.0
+    ensemble: int = 12
+    trace_format: str = "auto"
+    bounds: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
+        if not 0 <= self.rows[0] < self.rows[1]:
+            raise ExperimentError(
+                f"rows: found {self.rows[0]} to {self.rows[1]}, expected a first and a later last one"
+            )
+        if self.repeats < 1:
+            raise ExperimentError(f"--repeats: found {self.repeats}, expected at least 1")
+        for load in self.loads:
+            if not 0 < load < 10:
+                raise ExperimentError(f"--load: found {load:g}, expected a share of capacity such as 0.6")
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def settings_from(values: dict[str, Any]) -> Settings:
+    """The inverse of `Settings.as_dict`."""
+    names = [key for key in ("policies", "rows", "loads", "bounds") if values.get(key) is not None]
+    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in names}
+    return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})
+
+
+def slice_of(settings: Settings) -> Trace:
+    """The rows of the trace, from time 0; nobody gives up."""
+    from workloads import read_trace
+
+    trace = read_trace(settings.trace, trace_format=settings.trace_format)
+    first, last = settings.rows
+    if first >= len(trace):
+        raise ExperimentError(f"{trace.name}: found {len(trace)} requests, expected more than {first}")
+    part = trace.take(slice(first, last))
+    if part.closed_loop:
+        raise ExperimentError(
+            f"{trace.name}: found a closed-loop trace, whose load cannot be set; expected an open one"
+        )
+    part = part.rearranged(np.arange(len(part)), part.arrival_ns - part.arrival_ns[0])
+    return replace(part, abort_ns=None)
