@@ -81,13 +81,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype = torch.float32, size: 
     return 2 * size**3 / best
 
 
-def read_bandwidth(device: torch.device, num_bytes: int = 256 << 20) -> float:
-    """Bytes per second of reading a large tensor once: the best of a few."""
-    held = torch.ones(num_bytes // 4, device=device)
-    best = min(wall for wall, _ in measure(held.sum, 6, device))
-    return num_bytes / best
-
-
 def linear_flops(loaded: Loaded, step: Step) -> int:
     """FLOPs of the matrix products that the whole model would need for a step (nothing left out in the last layer)."""
     spec = loaded.spec

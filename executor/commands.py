@@ -14,7 +14,9 @@ import typer
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
+from policies.command_line import knob_flags
 from policies.input_file import read_json, read_toml
+from policies.settings import check_value
 
 app = typer.Typer(
     name="executor",
@@ -198,7 +200,9 @@ def replay_command(
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     values = {**(_config_file(config) if config is not None else {}), **_given(ctx)}
     reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
-    knobs = {**values.pop("knobs", {}), **_extra_knobs(ctx.args)}
+    in_file = values.pop("knobs", {})
+    check_value("config: knobs", in_file, (dict,), ExecutorError)
+    knobs = {**in_file, **knob_flags(ctx.args)}
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)
@@ -375,24 +379,6 @@ def _given(ctx: typer.Context) -> dict[str, Any]:
     # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}
-
-
-def _extra_knobs(arguments: list[str]) -> dict[str, Any]:
-    """Unknown flags are knobs of the policy: --name value, --name=value, --name (true), --no-name (false)."""
-    knobs: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--"):
-            raise ExecutorError(f"found the extra argument {flag!r}, expected flags")
-        name, equals, value = flag[2:].partition("=")
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            else:
-                name, value = (name[3:], "false") if name.startswith("no-") else (name, "true")
-        knobs[name.replace("-", "_")] = value
-    return knobs
 
 
 def _config_file(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from executor.errors import ExecutorError
+from policies.settings import check_settings, listed
 from policies.swap import PREEMPTIONS
 
 
@@ -84,6 +85,7 @@ class LiveConfig:
     chase_chunks: bool = False
 
     def __post_init__(self) -> None:
+        check_settings(self, ExecutorError)
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -115,7 +117,9 @@ class LiveConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise ExecutorError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            cleaned[name] = tuple(value) if name == "layer_split" and value is not None else value
+            if name == "layer_split" and value is not None:
+                value = listed("--layer-split", value, int, ExecutorError)
+            cleaned[name] = value
         return cls(**cleaned)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -180,8 +180,3 @@ def load_model(
     weights = source.weights(seed, weight_dtype, where)
     model = Model(spec, weights, set_of_kernels, backend, longest, trim_last_layer=trim_last_layer)
     return Loaded(model, source, where, weight_dtype, pool_dtype, seed, longest, graphs)
-
-
-def with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
-    """The same shape with fewer layers, for profiling one layer at a time."""
-    return replace(spec, layers=layers)

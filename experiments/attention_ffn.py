@@ -45,6 +45,8 @@ def frontiers(
     together: any number of equal tensor-parallel replicas on these devices. apart: any division into an attention and
     an FFN group with 1 to 4 micro-batches, `link` between them (network, or link for NVLink).
     """
+    if not 1 <= context <= 10**9:
+        raise ExperimentError(f"--context: found {context}, expected 1 to 1e9 tokens")
     together = [point for setup in _together(model, gpu, devices) for point in _points(*setup, context)]
     apart = [point for setup in _apart(model, gpu, devices, link) for point in _points(*setup, context)]
     if not together or not apart:

@@ -58,7 +58,7 @@ def capacity(
     price: Annotated[
         str | None, typer.Option(help="Of a GPU-hour: `2.5 EUR`, or amount=2.5,currency=EUR,date=...,source=...")
     ] = None,
-    price_book: Annotated[Path | None, typer.Option(help="TOML with [[price]] tables: docs/experiments.md.")] = None,
+    price_book: Annotated[Path | None, typer.Option(help="TOML with tables named price: docs/experiments.md.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the result in.")] = None,
     engine: EngineOption = "local",
     workers: WorkersOption = None,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
-from policies import BlockLedger, Chunk, CountingLedger, Decodes, Host, Request, Scheduler
+from policies import BlockLedger, Chunk, CountingLedger, Decodes, Host, Request, Scheduler, make_policy
 from policies.input_file import LOG_BYTES, parse_json, read_text
-from policies.vllm_v1 import VllmV1
+from policies.settings import LARGEST
 
 Row = tuple[str, int, int]
 
@@ -54,13 +54,18 @@ def compare_with_vllm(
     """
     steps = _read_lines(steps_path, {"t", "reqs"})
     requests = _read_lines(requests_path, {"id", "prompt", "output"})
-    policy = VllmV1(
-        long_prefill_token_threshold=long_prefill_token_threshold,
-        reserve_full=reserve_full,
-        prefix_caching=prefix_caching,
-        free_order=free_order,
-    )
-    if num_blocks < 2:
+    knobs = {
+        "long_prefill_token_threshold": long_prefill_token_threshold,
+        "reserve_full": reserve_full,
+        "prefix_caching": prefix_caching,
+        "free_order": free_order,
+    }
+    policy = make_policy("vllm_v1", knobs)
+    sizes = {"token-budget": token_budget, "block-size": block_size, "max-num-seqs": max_num_seqs}
+    for name, size in sizes.items():
+        if not 1 <= size <= LARGEST:
+            raise ExperimentError(f"--{name}: found {size}, expected 1 to {LARGEST:.0e}")
+    if not 2 <= num_blocks <= LARGEST:
         raise ExperimentError(f"--num-blocks: found {num_blocks}, expected at least 2 (block 0 is never handed out)")
     ledger: BlockLedger | CountingLedger
     if prefix_caching:

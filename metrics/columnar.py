@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from metrics.columns import ITERATIONS, NESTED, schema, to_seconds
+from metrics.columns import ITERATIONS, NESTED, MetricsError, schema, to_seconds
 from metrics.events import (
     CHUNK_FIELDS,
     COUNTS,
@@ -29,6 +29,8 @@ from metrics.events import (
     Stretch,
 )
 from metrics.stretches import Entries, Ints, counts_up, fill_leaps, fill_stretches, ints
+
+_INT32 = np.iinfo(np.int32)
 
 
 def iteration_tables(
@@ -156,7 +158,8 @@ def ordered_by_request(parts: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[pa.T
     requests, segments = (pa.concat_tables(tables) for tables in zip(*parts))
 
     def ordered(table: pa.Table) -> pa.Table:
-        return table.take(np.argsort(table.column("request").to_numpy(), kind="stable"))
+        order = np.argsort(table.column("request").to_numpy(), kind="stable")
+        return table.take(pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)]))
 
     return ordered(requests), ordered(segments)
 
@@ -224,24 +227,47 @@ def _iteration_table(columns: dict[str, NDArray[Any]], nested: dict[str, pa.Arra
 
 def _table(name: str, columns: dict[str, Any]) -> pa.Table:
     fields = schema(name)
+    return pa.Table.from_arrays([_array(name, field, columns[field.name]) for field in fields], schema=fields)
 
-    def array(field: pa.Field) -> pa.Array:
-        values = columns[field.name]
-        if isinstance(values, pa.Array):
-            return values
-        if isinstance(values, np.ndarray) and values.dtype == np.int64 and field.type == pa.int32():
-            return pa.array(values).cast(pa.int32())  # checked: raises instead of wrapping around
-        return pa.array(values, type=field.type)
 
-    return pa.Table.from_arrays([array(field) for field in fields], schema=fields)
+def _array(table: str, field: pa.Field, values: Any) -> pa.Array:
+    """One column as Arrow has it. Straight from memory where it can be: `pa.array` looks for pandas first, and loading
+    that takes longer than many a replay."""
+    if isinstance(values, pa.Array):
+        return values
+    if field.type == pa.string():
+        return _strings(values)
+    if field.type == pa.bool_():
+        bits = np.packbits(np.asarray(values, dtype=np.bool_), bitorder="little")
+        return pa.Array.from_buffers(field.type, len(values), [None, pa.py_buffer(bits)])
+    wanted = field.type.to_pandas_dtype()
+    held = np.asarray(values)
+    if held.dtype != wanted:
+        if wanted is np.int32 and len(held) and (held.min() < _INT32.min or held.max() > _INT32.max):
+            at = int(np.argmax((held < _INT32.min) | (held > _INT32.max)))
+            raise MetricsError(f"{table}: row {at}, column {field.name}: found {held[at]}, more than 32 bits hold")
+        held = held.astype(wanted)
+    return pa.Array.from_buffers(field.type, len(held), [None, pa.py_buffer(np.ascontiguousarray(held))])
+
+
+def _strings(values: Sequence[str | None]) -> pa.Array:
+    encoded = [b"" if value is None else value.encode() for value in values]
+    ends = np.cumsum(_lengths(encoded))
+    if len(ends) and ends[-1] > _INT32.max:
+        return pa.array(values, type=pa.string())
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    valid = np.array([value is not None for value in values], dtype=np.bool_)
+    nulls = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    buffers = [nulls, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
 def _list_array(name: str, lens: Ints, flat: Sequence[Ints]) -> pa.Array:
     list_type = schema("iterations").field(name).type
     offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    arrays = [pa.array(np.ascontiguousarray(v)).cast(field.type) for v, field in zip(flat, list_type.value_type)]
+    arrays = [_array(name, field, values) for values, field in zip(flat, list_type.value_type)]
     structs = pa.StructArray.from_arrays(arrays, fields=list(list_type.value_type))
-    return pa.ListArray.from_arrays(pa.array(offsets), structs).cast(list_type)
+    return pa.Array.from_buffers(list_type, len(lens), [None, pa.py_buffer(offsets)], children=[structs])
 
 
 def _flat(nested: Sequence[Sequence[tuple[Any, ...]]], width: int) -> list[Ints]:

@@ -6,7 +6,7 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,11 +140,3 @@ def legend_above(figure: Figure, axes: Axes, count: int, per_row: int = 4) -> No
     fitting = max(1, int(figure.get_figwidth() * 72 / points))
     columns = min(count, per_row, fitting)
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, columnspacing=1.4)
-
-
-def legend_in_order(axes: Axes, labels: Sequence[str], **options: Any) -> None:
-    """A legend inside the axes, in the given order."""
-    handles, found = axes.get_legend_handles_labels()
-    by_label = dict(zip(found, handles))
-    present: Iterable[str] = [label for label in labels if label in by_label]
-    axes.legend([by_label[label] for label in present], list(present), **options)

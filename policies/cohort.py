@@ -98,11 +98,6 @@ class Cohort:
         self._sort()
         return next(reversed(self._members))
 
-    @property
-    def first_order(self) -> int:
-        self._sort()
-        return next(iter(self._members)).order
-
     def _sort(self) -> None:
         if self._unsorted:
             self._members = dict.fromkeys(sorted(self._members, key=_by_order))

@@ -9,9 +9,11 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
+
+from policies.errors import PolicyError
 
 PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
 """Whose exceptions are messages for the user; each folder has one type of its own."""
@@ -52,6 +54,24 @@ def run_command(app: Callable[..., Any], package: str) -> NoReturn:
             raise
         code = _say(one_line(error), BAD_INPUT)
     sys.exit(_flushed(code))
+
+
+def knob_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Unknown flags as knobs of a policy: --name value, --name=value, --name (true), --no-name (false)."""
+    knobs: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise PolicyError(f"found the extra argument {flag!r}, expected flags")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            else:
+                name, value = (name[3:], "false") if name.startswith("no-") else (name, "true")
+        knobs[name.replace("-", "_")] = value
+    return knobs
 
 
 def one_line(error: BaseException) -> str:

@@ -106,10 +106,11 @@ class Lockstep:
         decodes = total = longest = 0
         if grown:
             cohort = grown[0][0]
-            if grown[0][2] != cohort.size or short + cohort.growth > free:
+            if grown[0][2] != cohort.size or (short and short + cohort.growth > free):
                 return False
             part = cohort.plan_step(ledger)
-            assert part is not None
+            if part is None:
+                return False
             _, _, decodes, total, longest = part
             batch.grown = [part]
         elif short > free:
@@ -170,15 +171,13 @@ class Lockstep:
         track.own_known = track.own_context
         grown = batch.grown
         cohort: Cohort | None = None
+        at = parts.index(track)
         if self.host.micro_batches > 1:
             cohort = grown[0][0] if grown else None
-            at = parts.index(track)
-        elif grown and len(parts) > 1 and parts[-1] is track and parts[-2] is grown[0][0]:
-            # The rule: the last admitted, beside the only cohort.
+        elif at and grown and parts[at - 1] is grown[0][0]:
+            # The rule: admitted after the only cohort.
             cohort = grown[0][0]
-            at = -1
         else:
-            at = parts.index(track)
             # Admission order is batch order: only a neighbour may take it in.
             for neighbour in parts[at - 1 if at else 0 : at + 2]:
                 if isinstance(neighbour, Cohort) and any(candidate[0] is neighbour for candidate in grown):

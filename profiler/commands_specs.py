@@ -189,6 +189,9 @@ def predict(
         raise ProfileError("predict: give at least one --chunk or --decodes, and no negative number")
     engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
     cost = load_cost_model(model, gpu, cost_model=cost_model, layer_split=parse_split(layer_split), **engine)
+    most = 10**9  # beyond it nothing is a batch, and sums of contexts leave 64 bits
+    if max(decodes, context, dummy_tokens, *(max(one) for one in chunks or ((0, 0),))) > most:
+        raise ProfileError(f"predict: found a number above {most:,}, expected a batch")
     total = decodes * context
     shape = BatchShape(chunks, decodes, total, context if decodes else 0, dummy_tokens, len(chunks) + decodes)
     parts = cost.breakdown(shape)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from profiler.profile import Profile
 
 Array = NDArray[np.float64]
-Misses = dict[str, Array]
 
 USED_WIDTHS = (1024, 16384)
 USED_ROWS = 8192

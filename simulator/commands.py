@@ -32,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+MOST_RUNS = 10_000
 _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -56,6 +57,8 @@ def replay_command(
     if (timeline or figures) and out is None:
         raise SimulationError("--timeline and --figures: say where with --out")
     _can_report(report)
+    if not 0 <= runs <= MOST_RUNS:
+        raise SimulationError(f"--runs: found {runs}, expected 0 to {MOST_RUNS:,}")
     if runs:
         if out is not None or report is not None:
             raise SimulationError("--runs prints intervals and keeps no run: it does not go with --out or --report")
@@ -90,8 +93,8 @@ def compare_command(
     names = [name.strip() for name in policies.split(",")] if policies else list(BUILT_IN)
     if len(set(names)) != len(names) or not all(names):
         raise SimulationError(f"--policies: found {policies!r}, expected different names separated by commas")
-    if seeds < 1:
-        raise SimulationError(f"--seeds: found {seeds}, expected at least 1")
+    if not 1 <= seeds <= MOST_RUNS:
+        raise SimulationError(f"--seeds: found {seeds}, expected 1 to {MOST_RUNS:,}")
     if seeds > 1:
         if out is not None or figures or report is not None:
             raise SimulationError("--seeds compares draws and keeps no run: no --out, --figures or --report beside it")

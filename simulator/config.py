@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from policies.settings import check_settings, listed
 from simulator.errors import SimulationError
 
 COUNTS = (
     "replicas", "tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit",
     "replicas_per_link", "plain_tokens",
 )  # fmt: skip
-TUPLES = ("layer_split", "pools", "failures")
+MOST_REPLICAS = 100_000
+TUPLES: dict[str, type] = {"layer_split": int, "pools": dict, "failures": str}
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,17 @@ class ReplayConfig:
     kv_compression_cost: str = "bound"
 
     def __post_init__(self) -> None:
+        check_settings(self, SimulationError)
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
+        if self.replicas > MOST_REPLICAS:
+            raise SimulationError(f"--replicas: found {self.replicas:,}, expected at most {MOST_REPLICAS:,}")
+        for name in ("swap_gib", "swap_page_mib", "kv_store_gib", "swap_bandwidth", "max_wait_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e18:
+                raise SimulationError(f"{_flag(name)}: found {value:g}, expected above 0 and below 1e18")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise SimulationError(f"--gpu-memory-utilization: found {share:g}, expected above 0 and at most 1")
@@ -128,7 +137,9 @@ class ReplayConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
-            cleaned[name] = tuple(value) if name in TUPLES and value is not None else value
+            if name in TUPLES and value is not None:
+                value = listed(_flag(name), value, TUPLES[name], SimulationError)
+            cleaned[name] = value
         return cls(**cleaned)
 
 

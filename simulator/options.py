@@ -6,7 +6,7 @@ knobs of the policy; one that the policy does not have is an error that names th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from policies.command_line import knob_flags
 from policies.input_file import read_json, read_toml
+from policies.settings import check_settings, check_value
 from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -190,7 +192,9 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
-    knobs = {**from_file.pop("knobs", {}), **_extra_knobs(ctx.args)}
+    in_file = from_file.pop("knobs", {})
+    check_value("config: knobs", in_file, (dict,), SimulationError)
+    knobs = {**in_file, **knob_flags(ctx.args)}
     if flags.pop("asynchronous", None) is not None:
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", from_file.pop("chunk_size", None))) is not None:
@@ -202,6 +206,7 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     values = {**from_file, **cluster_options.as_config(flags)}
     reading = {entry.name for entry in fields(TraceOptions)}
     trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
+    check_settings(trace_options, SimulationError)
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
 
@@ -214,25 +219,6 @@ def _given_flags(ctx: typer.Context) -> dict[str, Any]:
         for name, value in ctx.params.items()
         if name in known and _given(ctx, name)
     }
-
-
-def _extra_knobs(arguments: Sequence[str]) -> dict[str, Any]:
-    knobs: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--"):
-            raise SimulationError(f"found the extra argument {flag!r}, expected flags")
-        name, equals, value = flag[2:].partition("=")
-        if not equals:
-            if rest and not rest[0].startswith("--"):
-                value = rest.pop(0)
-            elif name.startswith("no-"):
-                name, value = name[3:], "false"
-            else:
-                value = "true"
-        knobs[name.replace("-", "_")] = value
-    return knobs
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

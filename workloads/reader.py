@@ -79,6 +79,8 @@ def read_trace(
     _check_choice("on_bad_row", on_bad_row, ("fail", "skip"))
     _check_choice("on_unsorted", on_unsorted, ("fail", "sort"))
     _check_choice("sessions", sessions, ("open", "closed"))
+    _check_choice("history", history, ("in_prompt", "add"))
+    _check_choice("coupling", coupling, ("shared", "independent"))
     process = arrival_processes.parse(arrivals) if arrivals is not None else None
     if sessions == "closed" and process is not None:
         raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")

@@ -68,6 +68,8 @@ def _read(path: Path, shown: str, max_bytes: int) -> bytes:
         if status.st_size > max_bytes:
             raise TraceError(_too_large(shown, f"{status.st_size:,} bytes", max_bytes))
         with path.open("rb") as file:
+            _check_beginning(file.read(min(MAX_LINE, max_bytes) + 1), shown)
+            file.seek(0)
             content = file.read(max_bytes + 1)
     except TraceError:
         raise
@@ -82,6 +84,12 @@ def _read(path: Path, shown: str, max_bytes: int) -> bytes:
     if not content.strip():
         raise TraceError(f"{shown}: found an empty file, expected a header line and one line per request")
     return content
+
+
+def _check_beginning(start: bytes, shown: str) -> None:
+    """Refuses what cannot be a trace by its first bytes or its first line, before all of it is read."""
+    if not start.startswith((b"\x1f\x8b", b"PAR1")) and start.strip():
+        _checked_text(start, shown)
 
 
 def _unpacked(packed: bytes, shown: str, max_bytes: int) -> bytes:

@@ -154,7 +154,7 @@ def request_level(size: int) -> Oracle:
             job = plan.waiting[0]
             if not plan.admit(job, job.known, job.request.prompt_tokens + job.request.max_output_tokens):
                 break
-        peak[0] = sum(job.output > 1 for job in plan.running)
+        peak[0] = len(plan.running)
         longest = max(tokens for _, tokens in plan.jobs)
         plan.dummy = longest * len(plan.jobs) - plan.used
 
@@ -341,7 +341,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[Request, int]], int]:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(workload=workloads(), by_id=st.booleans())
 def test_a_policy_plans_what_its_paper_says(name: str, workload: tuple[list[tuple[Request, int]], int], by_id: bool) -> None:
     requests, total = workload

@@ -59,6 +59,26 @@ def test_a_status_outside_the_four_is_refused() -> None:
         Recorder().request(Request(0, 0, 1, 1), 0, "lost", "", 0, -1, -1, 0, 0, 0, ())
 
 
+def test_a_number_that_its_column_cannot_hold_is_refused() -> None:
+    recorder = Recorder()
+    recorder.request(Request(0, 7, 1 << 31, 1), 0, "rejected", "too long", 0, -1, -1, 7, 0, 0, ())
+    with pytest.raises(MetricsError, match="row 0, column prompt_tokens: found 2147483648, more than 32 bits hold"):
+        recorder.tables()
+
+
+def test_texts_come_back_as_they_were_with_and_without_an_answer() -> None:
+    recorder = Recorder()
+    for row, session in enumerate([None, "", "chät", None, "x" * 300]):
+        recorder.request(
+            Request(row, 7, 10, 1, session=session), -1, "rejected", "zu groß", 0, -1, -1, 7, 0, 0, ()
+        )
+    run = recorder.tables()
+    assert run.requests.column("session").to_pylist() == [None, "", "chät", None, "x" * 300]
+    assert run.requests.column("reason").to_pylist() == ["zu groß"] * 5
+    run.requests.validate(full=True)
+    run.iterations.validate(full=True)
+
+
 def test_recording_ends_with_the_tables() -> None:
     recorder = Recorder()
     recorder.tables()

@@ -1,0 +1,85 @@
+"""The package without the repository around it: a wheel has its data, runs from anywhere, and goes away whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = (
+    "profiler/data/models.toml", "profiler/data/hardware.toml", "profiler/data/fitted/h100.json",
+    "profiler/data/fitted/h100.npz", "policies/py.typed",
+)  # fmt: skip
+
+
+def call(*words: object, cwd: Path, **more: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(list(map(str, words)), cwd=cwd, capture_output=True, text=True, **more)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the files that git knows, through an sdist-like copy, without the network."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    known = call("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).stdout.split("\0")
+    for name in filter(None, known):
+        if name.startswith(("tests/", "docs/")) or not (ROOT / name).is_file():
+            continue
+        target = folder / "source" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    call(sys.executable, "-c", "import setuptools.build_meta as b; b.build_sdist('sdist'); b.build_wheel('dist')", cwd=_made(folder))
+    return next((folder / "source" / "dist").glob("*.whl"))
+
+
+def _made(folder: Path) -> Path:
+    for name in ("sdist", "dist"):
+        (folder / "source" / name).mkdir()
+    return folder / "source"
+
+
+def test_a_wheel_has_the_packages_and_their_data_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in DATA if name not in names] == []
+    roots = {name.partition("/")[0] for name in names}
+    packages = {"policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments"}
+    assert roots == packages | {next(root for root in roots if root.endswith(".dist-info"))}
+    for suffix in (".cpp", ".toml", ".npz"):
+        kept = {str(file.relative_to(ROOT)) for package in packages for file in (ROOT / package).rglob(f"*{suffix}")}
+        assert kept <= set(names), suffix
+
+
+def test_an_sdist_has_what_builds_the_wheel(wheel: Path) -> None:
+    import tarfile
+
+    (sdist,) = (wheel.parents[1] / "sdist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "simulator/commands.py", "profiler/data/fitted/h100.npz"} <= names
+
+
+def test_an_installed_package_replays_from_anywhere_and_goes_away_whole(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "env"
+    call(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", site, cwd=tmp_path)
+    python = site / "bin" / "python"
+    inherited = [path for path in sys.path if path.endswith("site-packages")]
+    pth = next((site / "lib").glob("python*")) / "site-packages" / "inherited.pth"
+    pth.write_text("\n".join(inherited) + "\n")
+    before = sorted(path for path in site.rglob("*") if "__pycache__" not in str(path))
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir")
+    call(*pip, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,9,9\n1,9,9\n")
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    where = call(python, "-c", "import simulator; print(simulator.__file__)", cwd=tmp_path / "elsewhere", env=env).stdout
+    assert str(site) in where
+    call(python, "-m", "simulator", "replay", "t.csv", "--out", "run", cwd=tmp_path / "elsewhere", env=env)
+    assert (tmp_path / "elsewhere" / "run" / "summary.json").exists()
+    call(*pip, "uninstall", "-y", "charioteer", cwd=tmp_path)
+    assert sorted(path for path in site.rglob("*") if "__pycache__" not in str(path)) == before

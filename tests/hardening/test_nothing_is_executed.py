@@ -1,0 +1,115 @@
+"""Data is never code: no pickle, no eval, no shell; policy files run only when named; dependencies have lower bounds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.hardening.command_line import assert_refused, run
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments")
+SOURCES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "imp", "pty"}
+NEVER_CALLED = {
+    "eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.jit.load", "pd.read_pickle", "pandas.read_pickle",
+    "to_pickle", "extractall", "extract", "tempfile.mktemp", "subprocess.getoutput", "yaml.load", "numpy.save", "np.save",
+}  # fmt: skip
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def faults(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        found += [f"imports {name}" for name in names if name.partition(".")[0] in NEVER_IMPORTED]
+        if not isinstance(node, ast.Call):
+            continue
+        name = dotted(node.func)
+        if name in NEVER_CALLED or name.rpartition(".")[2] in ("extractall", "to_pickle"):
+            found.append(f"line {node.lineno} calls {name}")
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "shell" in given:
+            found.append(f"line {node.lineno} says shell=")
+        if name in ("np.load", "numpy.load"):
+            allowed = given.get("allow_pickle")
+            if not (isinstance(allowed, ast.Constant) and allowed.value is False):
+                found.append(f"line {node.lineno}: np.load without allow_pickle=False")
+    return found
+
+
+def test_no_source_can_run_what_it_reads() -> None:
+    assert {str(file.relative_to(ROOT)): found for file in SOURCES if (found := faults(file))} == {}
+
+
+def test_policies_need_the_standard_library_alone() -> None:
+    import sys
+
+    for file in (ROOT / "policies").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                roots = [alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                roots = [(node.module or "").partition(".")[0]]
+            else:
+                continue
+            assert [root for root in roots if root not in sys.stdlib_module_names and root != "policies"] == [], file
+
+
+def test_every_dependency_has_a_lower_bound() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(one for group in project["optional-dependencies"].values() for one in group)]
+    assert [one for one in wanted if not re.match(r"[\w\[\]-]+>=\d", one)] == []
+
+
+def test_a_policy_file_runs_only_when_it_is_named(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = tmp_path / "run.toml"
+    for names in ('policy = "mine"', f'policy = "{mine}"', 'policy = "../mine.py"', 'model = "mine"', 'router = "mine"'):
+        config.write_text(names + "\n")
+        assert_refused(run("simulator", "replay", "examples/trace.csv", "--limit", 2, "--config", config))
+    run("simulator", "policies")
+    run("simulator", "routers")
+    assert not (tmp_path / "ran").exists()
+    config.write_text(f'policy = "{mine}:Mine"\n')
+    assert "found no class 'Mine'" in assert_refused(run("simulator", "replay", "examples/trace.csv", "--config", config))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "..", "a/b", "chunked/../../x"])
+def test_a_name_is_never_a_way_out_of_a_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for command in (
+        ("simulator", "compare", "examples/trace.csv", "--limit", 2, "--policies", name, "--out", tmp_path / "out" / "in"),
+        ("experiments", "run", name, "--quick", "--workers", 0, "--out", tmp_path / "out" / "in"),
+        ("experiments", "claims", name, "--out", tmp_path / "out" / "in.json"),
+    ):
+        assert_refused(run(*command))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_report_shows_names_and_does_not_run_them(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    trace = tmp_path / "a.csv"
+    trace.write_text(f'arrival_s,prompt_tokens,output_tokens,slo,session\n0,9,9,"{bad}","{bad}"\n1,9,9,"{bad}","{bad}"\n')
+    assert run("simulator", "replay", trace, "--out", tmp_path / "run").code == 0
+    done = run("metrics", "report", tmp_path / "run", "--out", tmp_path / "r.html", "--question", bad)
+    assert done.code == 0, done.err
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in page
+    assert "<img src=x" not in page

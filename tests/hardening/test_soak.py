@@ -1,0 +1,47 @@
+"""Minutes of live load with flat memory; slow, so run by hand: python -m pytest tests/hardening/test_soak.py -m slow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hardening.command_line import needs_posix
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "10"))
+
+
+def resident_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+@needs_posix
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_minutes_of_live_load_keep_their_memory(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from workloads import generate, write_trace
+
+    trace = generate(duration_s=MINUTES * 60, arrivals="poisson:2", prompt="uniform:8,200", output="uniform:4,40")
+    file = write_trace(trace, tmp_path / "t.csv")
+    words = [sys.executable, "-m", "executor", "replay", file, "--model", "nano", "--threads", "1", "--out", tmp_path / "run"]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=err)
+    sizes = []
+    while process.poll() is None:
+        time.sleep(2)
+        sizes.append(resident_mib(process.pid))
+    assert process.returncode == 0, (tmp_path / "err").read_text()
+    sizes = [size for size in sizes if size]
+    settled = sizes[len(sizes) // 5 :]
+    early, late = settled[: len(settled) // 4], settled[-len(settled) // 4 :]
+    grown = max(late) - max(early)
+    print(f"{len(trace)} requests, {len(sizes)} looks: {max(early):.0f} MiB early, {max(late):.0f} MiB late")
+    assert grown < 0.05 * max(early) + 0.01 * len(trace)
