@@ -155,6 +155,20 @@ class Lockstep:
         parts.insert(parts.index(cohort) + 1, rest)
         self.queues.parts_changed()
 
+    def last_admitted(self) -> Track | None:
+        """The running track with the highest admission number, in flight or not."""
+        latest: Track | None = None
+        for part in self.queues.parts:
+            if isinstance(part, Track):
+                last = part
+            elif part.size:
+                last = part.last_admitted
+            else:
+                continue
+            if latest is None or last.order > latest.order:
+                latest = last
+        return latest
+
     def take_retired(self) -> list[Cohort]:
         """Cohorts that died since the last call and whose token times are complete."""
         if not self.retired:

@@ -343,20 +343,6 @@ class Scheduler(Lockstep):
         queues.prefill_tokens += track.own_known - kept - unplanned
         queues.enqueue_in_front(track)
 
-    def last_admitted(self) -> Track | None:
-        """The running track with the highest admission number, in flight or not."""
-        latest: Track | None = None
-        for part in self.queues.parts:
-            if isinstance(part, Track):
-                last = part
-            elif part.size:
-                last = part.last_admitted
-            else:
-                continue
-            if latest is None or last.order > latest.order:
-                latest = last
-        return latest
-
     # Inside
 
     @staticmethod
