@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from executor import options as o
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
@@ -29,173 +30,66 @@ app = typer.Typer(
 _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel=panel, **more)
-
-
-_POLICY, _ENGINE, _MEMORY, _TRACE, _ANSWER, _OUTPUT = "Policy", "Engine", "KV memory", "Trace", "Answers", "Output"
-TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
-PolicyName = Annotated[
-    str, _option("--policy", "Name of a policy, or file.py:ClassName; its knobs are flags too.", _POLICY)
-]
-ChunkSize = Annotated[int | None, _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", _POLICY)]
-TokenBudget = Annotated[int | None, _option("--token-budget", "Most tokens of a batch.", _POLICY)]
-MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", _POLICY)]
-Ahead = Annotated[bool, _option("--async/--sync", "Plan one step ahead of the running one.", _POLICY)]
-ModelName = Annotated[
-    str, _option("--model", "Hugging Face folder, .gguf, smollm2, or a spec's name (random weights).", _ENGINE)
-]
-Device = Annotated[str, _option("--device", "auto, cpu, cuda or cuda:N.", _ENGINE)]
-DType = Annotated[str, _option("--dtype", "Weights; auto is float32 on a CPU, the model's own on CUDA.", _ENGINE)]
-KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", _ENGINE)]
-KernelSet = Annotated[str, _option("--kernels", "auto, native (C++), triton, compiled, plain_device, torch.", _ENGINE)]
-Attention = Annotated[
-    str, _option("--attention", "auto, flash_attn, triton, native, sdpa, flex, paged, reference.", _ENGINE)
-]
-Graphs = Annotated[str, _option("--graphs", "CUDA graphs: auto (on CUDA where they can be), on or off.", _ENGINE)]
-Allocator = Annotated[str, _option("--allocator", "PyTorch's on CUDA: default, expandable or async.", _ENGINE)]
-Streams = Annotated[
-    bool, _option("--streams/--one-stream", "Chunks' and decodes' attention side by side (triton on CUDA).", _ENGINE)
-]
-Nvtx = Annotated[bool, _option("--nvtx", "Name passes and operators in a profiler's timeline (CUDA).", _ENGINE)]
-Threads = Annotated[int | None, _option("--threads", "Threads of the model; PyTorch's own number by default.", _ENGINE)]
-TP = Annotated[int, _option("--tp", "Ranks over which every layer is split; a process each.", _ENGINE)]
-PP = Annotated[int, _option("--pp", "Pipeline stages; a process each.", _ENGINE)]
-LayerSplit = Annotated[str | None, _option("--layer-split", "Layers of each stage, as 20,12.", _ENGINE)]
-ChaseChunks = Annotated[
-    bool, _option("--chase-chunks", "A prompt's next chunk may follow its last one through the stages.", _ENGINE)
-]
-Trim = Annotated[
-    bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
-]
-MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", _ENGINE)
-]
-BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", _MEMORY)]
-NumBlocks = Annotated[
-    int | None, _option("--num-blocks", "Usable KV blocks; by default what the trace needs.", _MEMORY)
-]
-MemoryShare = Annotated[
-    float | None,
-    _option("--memory-share", "KV pool: most of a CPU's free memory (0.5), or share of a GPU in use (0.9).", _MEMORY),
-]
-Watermark = Annotated[float | None, _option("--watermark", "Share of blocks that admission leaves free.", _MEMORY)]
-Poison = Annotated[bool, _option("--poison", "Fill freed blocks with NaN (a check of the engine).", _MEMORY)]
-PrefixCaching = Annotated[
-    bool, _option("--prefix-caching", "Share the KV blocks of texts that agree from their beginning.", _MEMORY)
-]
-PreemptionKind = Annotated[
-    str, _option("--preemption", "What preempted requests do: recompute, swap, or the cheaper (auto).", _MEMORY)
-]
-SwapGiB = Annotated[float, _option("--swap-gib", "Host memory to swap to, in GiB.", _MEMORY)]
-SwapPage = Annotated[float, _option("--swap-page-mib", "Page of host memory, the unit of swapping, in MiB.", _MEMORY)]
-LadderRungs = Annotated[
-    str | None,
-    _option(
-        "--ladder", "Against full memory: preempt,plain,offload,oversubscribe,reject; or all, or none.", _MEMORY
-    ),
-]
-TroubleFrom = Annotated[
-    float, _option("--trouble-from", "Share of blocks in use from which memory is short.", _MEMORY)
-]
-PlainTokens = Annotated[
-    int, _option("--plain-tokens", "Most prefill tokens of a batch without decodes (rung plain).", _MEMORY)
-]
-Risk = Annotated[
-    float,
-    _option("--risk", "Answers counted on: 0 the longest allowed, 1 the expected (rung oversubscribe).", _MEMORY),
-]
-MaxWait = Annotated[
-    float, _option("--max-wait", "Longest expected wait for a first token, in s (rung reject).", _MEMORY)
-]
-KVCompression = Annotated[
-    str | None, _option("--kv-compression", "Pack old keys and values: kivi4, kivi2, delta8, ...", _MEMORY)
-]
-KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay in full precision.", _MEMORY)]
-TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
-AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
-Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
-Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", _TRACE)]
-TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", _TRACE)]
-ArrivalProcess = Annotated[str | None, _option("--arrivals", "Arrival process in place of the file's times.", _TRACE)]
-OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", _TRACE)]
-Seed = Annotated[int, _option("--seed", "Seed of weights, prompts and sampling.", _TRACE)]
-PromptFile = Annotated[
-    str | None, _option("--prompts", "Text file, one prompt a line, cut to the trace's lengths.", _ANSWER)
-]
-Temperature = Annotated[float, _option("--temperature", "0 is greedy.", _ANSWER)]
-TopK = Annotated[int, _option("--top-k", "Sample among the k most likely; 0 for all.", _ANSWER)]
-TopP = Annotated[float, _option("--top-p", "Sample among the most likely that hold this mass.", _ANSWER)]
-IgnoreEos = Annotated[
-    bool, _option("--ignore-eos/--stop-at-eos", "Answers have the trace's lengths, or end at a stop token.", _ANSWER)
-]
-Warmup = Annotated[str | None, _option("--warmup", "Requests (100) or seconds (30s) left out of statistics.", _OUTPUT)]
-Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", _OUTPUT)]
-Out = Annotated[Path | None, _option("--out", "Folder for the run.", _OUTPUT)]
-ConfigFile = Annotated[Path | None, _option("--config", "TOML with these flags, or a live run's config.json.", _OUTPUT)]
-Json = Annotated[bool, _option("--json", "Print JSON only.", _OUTPUT)]
-
-
 @app.command("replay", context_settings=_KNOBS)
 def replay_command(
     ctx: typer.Context,
-    trace: TraceFile = None,
-    policy: PolicyName = "chunked",
-    chunk_size: ChunkSize = None,
-    token_budget: TokenBudget = None,
-    max_num_seqs: MaxNumSeqs = None,
-    ahead: Ahead = False,
-    model: ModelName = "tiny",
-    device: Device = "auto",
-    dtype: DType = "auto",
-    kv_dtype: KVDType = "auto",
-    kernels: KernelSet = "auto",
-    attention: Attention = "auto",
-    graphs: Graphs = "auto",
-    streams: Streams = False,
-    nvtx: Nvtx = False,
-    allocator: Allocator = "default",
-    threads: Threads = None,
-    tp: TP = 1,
-    pp: PP = 1,
-    layer_split: LayerSplit = None,
-    chase_chunks: ChaseChunks = False,
-    trim_last_layer: Trim = True,
-    max_model_len: MaxModelLen = None,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
-    memory_share: MemoryShare = None,
-    watermark: Watermark = None,
-    poison: Poison = False,
-    prefix_caching: PrefixCaching = False,
-    preemption: PreemptionKind = "recompute",
-    swap_gib: SwapGiB = 1.0,
-    swap_page_mib: SwapPage = 16.0,
-    ladder: LadderRungs = None,
-    trouble_from: TroubleFrom = 0.9,
-    plain_tokens: PlainTokens = 8192,
-    risk: Risk = 1.0,
-    max_wait_s: MaxWait = 60.0,
-    kv_compression: KVCompression = None,
-    kv_window: KVWindow = 128,
-    time_scale: TimeScale = 1.0,
-    as_fast_as_possible: AtOnce = False,
-    limit: Limit = None,
-    timeout: Timeout = None,
-    trace_format: TraceFormat = "auto",
-    arrivals: ArrivalProcess = None,
-    on_bad_row: OnBadRow = "fail",
-    seed: Seed = 0,
-    prompts: PromptFile = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    ignore_eos: IgnoreEos = True,
-    warmup: Warmup = None,
-    slo: Slo = None,
-    out: Out = None,
-    config: ConfigFile = None,
-    as_json: Json = False,
+    trace: o.TraceFile = None,
+    policy: o.PolicyName = "chunked",
+    chunk_size: o.ChunkSize = None,
+    token_budget: o.TokenBudget = None,
+    max_num_seqs: o.MaxNumSeqs = None,
+    ahead: o.Ahead = False,
+    model: o.ModelName = "tiny",
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kv_dtype: o.KVDType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    allocator: o.Allocator = "default",
+    threads: o.Threads = None,
+    tp: o.TP = 1,
+    pp: o.PP = 1,
+    layer_split: o.LayerSplit = None,
+    chase_chunks: o.ChaseChunks = False,
+    trim_last_layer: o.Trim = True,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = 16,
+    num_blocks: o.NumBlocks = None,
+    memory_share: o.MemoryShare = None,
+    watermark: o.Watermark = None,
+    poison: o.Poison = False,
+    prefix_caching: o.PrefixCaching = False,
+    preemption: o.PreemptionKind = "recompute",
+    swap_gib: o.SwapGiB = 1.0,
+    swap_page_mib: o.SwapPage = 16.0,
+    ladder: o.LadderRungs = None,
+    trouble_from: o.TroubleFrom = 0.9,
+    plain_tokens: o.PlainTokens = 8192,
+    risk: o.Risk = 1.0,
+    max_wait_s: o.MaxWait = 60.0,
+    kv_compression: o.KVCompression = None,
+    kv_window: o.KVWindow = 128,
+    time_scale: o.TimeScale = 1.0,
+    as_fast_as_possible: o.AtOnce = False,
+    limit: o.Limit = None,
+    timeout: o.Timeout = None,
+    trace_format: o.TraceFormat = "auto",
+    arrivals: o.ArrivalProcess = None,
+    on_bad_row: o.OnBadRow = "fail",
+    seed: o.Seed = 0,
+    prompts: o.PromptFile = None,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    ignore_eos: o.IgnoreEos = True,
+    warmup: o.Warmup = None,
+    slo: o.Slo = None,
+    out: o.Out = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     values = {**(_config_file(config) if config is not None else {}), **_given(ctx)}
@@ -224,7 +118,7 @@ def replay_command(
 
     head = requests if settings.limit is None else requests.head(settings.limit)
     longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
-    _set_threads(settings.threads)
+    set_threads(settings.threads)
     with load_for(settings, longest) as loaded:
         stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
         journal = None
@@ -250,30 +144,30 @@ def replay_command(
 
 @app.command("generate")
 def generate_command(
-    model: ModelName = "smollm2",
+    model: o.ModelName = "smollm2",
     prompt: Annotated[str | None, typer.Option("--prompt", help="The text to answer.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering as a chat.")] = False,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    kernels: KernelSet = "auto",
-    attention: Attention = "auto",
-    graphs: Graphs = "auto",
-    streams: Streams = False,
-    nvtx: Nvtx = False,
-    threads: Threads = None,
-    as_json: Json = False,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    seed: o.Seed = 0,
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    threads: o.Threads = None,
+    as_json: o.Json = False,
 ) -> None:
     """Answer one prompt with a model that has a tokenizer (a folder, a .gguf file, or smollm2)."""
     if prompt is None:
         raise ExecutorError("found no prompt: give the text with --prompt")
     from executor.generate import generate
 
-    _set_threads(threads)
+    set_threads(threads)
     config = LiveConfig(
         model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
         streams=streams, nvtx=nvtx, temperature=temperature,
@@ -294,29 +188,29 @@ def generate_command(
 
 @app.command("bench")
 def bench_command(
-    model: ModelName = "tiny",
+    model: o.ModelName = "tiny",
     chunk: Annotated[int, typer.Option("--chunk", help="Prefill tokens of the batch.")] = 448,
     prefix: Annotated[int, typer.Option("--prefix", help="Context already cached before the chunk.")] = 0,
     decodes: Annotated[int, typer.Option("--decodes", help="Requests that decode in the batch.")] = 64,
     context: Annotated[int, typer.Option("--context", help="Context of every decode.")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.")] = 10,
-    device: Device = "auto",
-    dtype: DType = "auto",
-    kv_dtype: KVDType = "auto",
-    kernels: KernelSet = "auto",
-    attention: Attention = "auto",
-    graphs: Graphs = "auto",
-    streams: Streams = False,
-    nvtx: Nvtx = False,
-    allocator: Allocator = "default",
-    threads: Threads = None,
-    block_size: BlockSize = 16,
-    as_json: Json = False,
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kv_dtype: o.KVDType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    allocator: o.Allocator = "default",
+    threads: o.Threads = None,
+    block_size: o.BlockSize = 16,
+    as_json: o.Json = False,
 ) -> None:
     """Time one batch shape, part by part, beside the machine's own matrix rate."""
     from executor.bench import bench_batch
 
-    _set_threads(threads)
+    set_threads(threads)
     config = LiveConfig(
         model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention,
         graphs=graphs, streams=streams, nvtx=nvtx, allocator=allocator, block_size=block_size,
@@ -330,7 +224,7 @@ def bench_command(
         print(f"{key:<{width}}  {value:.4g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     if threads is None:
         return
     if threads < 1:

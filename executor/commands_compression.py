@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from executor.commands import Device, DType, Json, ModelName, Threads, _set_threads
+from executor.commands import set_threads
 from executor.errors import ExecutorError
+from executor.options import Device, DType, Json, ModelName, Threads
 from policies.input_file import LOG_BYTES, read_text
 
 
@@ -48,7 +49,7 @@ def compression_command(
     settings = [
         Compression(coding.strip(), width, group, window) for coding in codings.split(",") for width in widths
     ]
-    _set_threads(threads)
+    set_threads(threads)
     loaded = load_model(
         model, dtype=dtype, device=device, kernels="torch", attention="sdpa", max_tokens=tokens, clip_max_tokens=True,
         trim_last_layer=False,

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.commands import (
+from executor.errors import ExecutorError
+from executor.options import (
     Allocator,
     Attention,
     BlockSize,
@@ -26,7 +27,6 @@ from executor.commands import (
     Streams,
     Threads,
 )
-from executor.errors import ExecutorError
 from policies.output_file import check_place
 
 _PANEL = "What to measure"
