@@ -51,7 +51,7 @@ def test_coupling_is_a_choice(tmp_path: Path) -> None:
     assert (shared.prompt_tokens == 10 * shared.output_tokens).all()
     assert (shared.prompt_tokens == 10).mean() == pytest.approx(0.5, abs=0.06)
     assert (independent.prompt_tokens == 10 * independent.output_tokens).mean() == pytest.approx(0.5, abs=0.06)
-    with pytest.raises(TraceError, match="expected shared or independent"):
+    with pytest.raises(TraceError, match="expected one of shared, independent"):
         read_trace(path, coupling="other")
 
 
