@@ -42,9 +42,9 @@ class KVCache:
         self.head_dim = spec.head_dim
         shape = (self.layers, 2, blocks, self.kv_heads, block_size, self.head_dim)
         try:
-            # On a GPU the pool starts finite: some attention kernels load whole blocks and weigh the rest with zero.
-            new = torch.zeros if device.type == "cuda" else torch.empty
-            self.pool = advise_huge_pages(new(shape, dtype=dtype, device=device))
+            # The pool starts finite: some attention kernels load whole blocks and weigh the rest with zero. On a CPU
+            # this also brings its pages in now, or the first prompts of a run would pay for them (up to half their time).
+            self.pool = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_()
         except (RuntimeError, torch.OutOfMemoryError):
             need = self.layers * 2 * blocks * self.kv_heads * block_size * self.head_dim * dtype.itemsize
             raise ExecutorError(
