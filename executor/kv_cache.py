@@ -43,7 +43,7 @@ class KVCache:
         shape = (self.layers, 2, blocks, self.kv_heads, block_size, self.head_dim)
         try:
             # The pool starts finite: some attention kernels load whole blocks and weigh the rest with zero. On a CPU
-            # this also brings its pages in now, or the first prompts of a run would pay for them (up to half their time).
+            # this also brings its pages in now, or the first prompts of a run would pay for them.
             self.pool = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_()
         except (RuntimeError, torch.OutOfMemoryError):
             need = self.layers * 2 * blocks * self.kv_heads * block_size * self.head_dim * dtype.itemsize
