@@ -318,8 +318,8 @@ def test_a_killed_rank_is_noticed_within_seconds_and_leaves_nothing_behind(spec_
     process, children = started(spec_file, tmp_path)
     os.kill(children[0], signal.SIGKILL)
     began = time.monotonic()
-    _, stderr = process.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    _, stderr = process.communicate(timeout=90)
+    assert time.monotonic() - began < 15  # a second where the cores are free
     assert process.returncode == 2
     lines = [line for line in stderr.splitlines() if line.strip()]
     assert lines == ["error: rank 1 (stage 1) was killed by signal 9"]
@@ -332,7 +332,7 @@ def test_a_signal_ends_all_ranks_with_everything_accounted_for(spec_file: str, t
     for pid in children:  # a terminal's Ctrl-C reaches the whole process group
         os.kill(pid, signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=90)
     assert process.returncode == 130, stderr
     run = read_run(tmp_path / "out")
     assert run.config["stopped_by"] == "SIGINT"
@@ -345,8 +345,8 @@ def test_a_signal_ends_all_ranks_with_everything_accounted_for(spec_file: str, t
 def test_no_rank_outlives_rank_0(spec_file: str, tmp_path: Path) -> None:
     process, children = started(spec_file, tmp_path)
     process.kill()
-    process.communicate(timeout=20)
-    until = time.monotonic() + 5
+    process.communicate(timeout=90)
+    until = time.monotonic() + 20
     while any(is_alive(pid) for pid in children) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in children)
