@@ -187,24 +187,26 @@ class LiveEngine:
     # The loop
 
     def _loop(self, worker: ThreadPoolExecutor | None) -> None:
-        scheduler, flights, outcome = self.scheduler, self._flights, self.outcome
-        depth = scheduler.depth
+        flights, outcome = self._flights, self.outcome
         while self.arrivals.outstanding and not outcome.stopped_by:
             # Who has arrived by the moment of a plan, and nobody else, is known to it: so a run can be planned again.
-            now = self._admit()
-            stuck = False
-            while len(flights) < depth:
-                batch = scheduler.plan(now)
-                if batch is None:
-                    stuck = not flights
-                    break
-                self._launch(batch, worker)
+            stuck = self._fill(self._admit(), worker)
             if flights:
                 self._complete(flights.popleft())
             elif stuck:
                 self._wait()
         while flights:
             self._complete(flights.popleft())
+
+    def _fill(self, now: Ns, worker: ThreadPoolExecutor | None) -> bool:
+        """Plan and launch while there is room for a batch in flight; says whether none is and none can be planned."""
+        flights, scheduler = self._flights, self.scheduler
+        while len(flights) < scheduler.depth:
+            batch = scheduler.plan(now)
+            if batch is None:
+                return not flights
+            self._launch(batch, worker)
+        return False
 
     def _admit(self) -> Ns:
         """Take in what has arrived by now, and say when that was."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ class Journal:
         self.path = out.with_name(out.name + ".unfinished.jsonl")
         self.kept: Path | None = None
         """Where the journal of an earlier run went, if there was one."""
+        self.stopped = ""
+        """Why nothing more is written, if so."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
@@ -40,7 +43,18 @@ class Journal:
             raise ExecutorError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def ended(self, track: Track) -> None:
-        """Note a request that has ended, however it did. Times: seconds since the run began, None: none."""
+        """Note a request that has ended, however it did. Times: seconds since the run began, None: none.
+
+        A disk that has become full ends the journal and not the run: its folder may still find room, or says why not.
+        """
+        if self.stopped:
+            return
+        try:
+            self._note(track)
+        except OSError as error:
+            self.stopped = error.strerror or type(error).__name__
+
+    def _note(self, track: Track) -> None:
         self._write(
             {
                 "request": track.request.id,
@@ -57,7 +71,8 @@ class Journal:
 
     def remove(self) -> None:
         """The run folder is there and says all of it."""
-        self._file.close()
+        with suppress(OSError):  # what a full disk did not take is not needed any more
+            self._file.close()
         self.path.unlink(missing_ok=True)
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
+from policies.output_file import check_place
 
 _WHAT, _ENGINE, _PROFILE, _AGAINST = "What to compare", "Engine", "Profile", "Against a run that exists"
 
@@ -89,6 +90,7 @@ def validate(
     if explore is not None:
         from metrics.html_report import require_plotly
 
+        check_place(explore, ExperimentError)
         require_plotly()
     if against:
         _against(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +49,6 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
-
-
-def settings_from(values: dict[str, Any]) -> Settings:
-    """The inverse of `Settings.as_dict`."""
-    names = [key for key in ("policies", "rows", "loads", "bounds") if values.get(key) is not None]
-    plain: dict[str, Sequence[Any]] = {key: tuple(values[key]) for key in names}
-    return Settings(**{**values, **plain, "engine": EngineChoice(**values["engine"])})
 
 
 def slice_of(settings: Settings) -> Trace:

@@ -59,19 +59,11 @@ class ShardedEngine(LiveEngine):
         self._held: list[tuple[Any, ...]] = []
 
     def _loop(self, worker: ThreadPoolExecutor | None) -> None:
-        scheduler, flights, outcome = self.scheduler, self._flights, self.outcome
-        depth = scheduler.depth
+        flights, outcome, depth = self._flights, self.outcome, self.scheduler.depth
         while self.arrivals.outstanding and not outcome.stopped_by:
             while flights and self._take_result(0.0):
                 pass
-            now = self._admit()
-            stuck = False
-            while len(flights) < depth:
-                batch = scheduler.plan(now)
-                if batch is None:
-                    stuck = not flights
-                    break
-                self._launch(batch, None)
+            stuck = self._fill(self._admit(), None)
             if flights:
                 self._take_result(self._patience_s(len(flights) < depth))
             elif stuck:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from executor.config import LiveConfig
+from executor.journal import Journal
 from executor.live import LiveRun, replay_live
 from executor.loading import Loaded, load_model
 from executor.runner import Prepared, Runner
@@ -245,3 +246,17 @@ def test_a_killed_run_leaves_what_had_ended_and_no_half_folder(tmp_path: Path) -
     assert again.returncode == 0, again.stderr
     assert "run.unfinished.1.jsonl" in again.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.unfinished.1.jsonl", "trace.csv"]
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            self.write("")
+
+    journal = Journal(tmp_path / "run", {})
+    journal._file = Full()
+    replay_live(trace_of([(4, 3), (5, 2)]), loaded=model(), as_fast_as_possible=True, on_ended=journal.ended)
+    assert journal.stopped == "No space left on device"

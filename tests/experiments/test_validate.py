@@ -20,7 +20,7 @@ from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
 from experiments.validate_explore import write_explorable
 from experiments.validate_report import write_report
-from experiments.validate_settings import Settings, settings_from
+from experiments.validate_settings import Settings
 from workloads import Trace, write_trace
 
 POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")
@@ -162,11 +162,6 @@ def test_ttft_is_aimed_at_only_up_to_sixty_per_cent_load() -> None:
         rows = {r.statistic: r for r in compare("a", load, summary, [], [], [summary, summary])}
         assert rows["ttft_s_mean"].aim == aim
         assert rows["tpot_s_mean"].aim == 0.03
-
-
-def test_settings_go_through_json(tmp_path: Path) -> None:
-    settings = Settings("t.csv", ("a", "b"), EngineChoice(threads=2), loads=(0.5, 0.9))
-    assert settings_from(json.loads(json.dumps(settings.as_dict()))) == settings
 
 
 @pytest.mark.parametrize(
