@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.columns import STATUSES, MetricsError, to_ns
+from metrics.fleet import Presence, device_seconds, devices_per_stage, fleet, stage_seconds
 from metrics.memory_keys import memory_summary
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
@@ -91,11 +92,12 @@ def summarise(
     summary.update(_fairness(requests, finished, own))
     summary.update(_counts(requests, measured))
     summary.update(memory_summary(config, requests["cached_tokens"], measured))
-    summary.update(_iterations(run, config, start_s, end_s))
+    stays = fleet(run, None if peaks is None else peaks.get("devices", 1))
+    summary.update(_iterations(run, config, stays, start_s, end_s))
     summary["pd_optimum"] = pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots"))
     summary.update(
         _utilisation(
-            run, start_s, end_s, peaks or config.get("peaks"), model_flops if model_flops is not None
+            run, stays, start_s, end_s, peaks or config.get("peaks"), model_flops if model_flops is not None
             else config.get("model_flops"), model_bytes if model_bytes is not None else config.get("model_bytes"),
         )
     )  # fmt: skip
@@ -257,7 +259,9 @@ def _counts(requests: dict[str, NDArray[Any]], measured: Bools) -> dict[str, flo
     }
 
 
-def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s: float) -> dict[str, Any]:
+def _iterations(
+    run: RunTables, config: Mapping[str, Any], stays: list[Presence], start_s: float, end_s: float
+) -> dict[str, Any]:
     begun_ns, ended_ns = run.column_ns("iterations", "start_s"), run.column_ns("iterations", "end_s")
     inside_window = ended_ns > round(start_s * 1e9)
 
@@ -273,7 +277,6 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
     host_ns = sum(
         int(run.column_ns("iterations", f"host_{when}_s")[inside_window].sum()) for when in ("before", "after")
     )
-    units = len(np.unique(run.column("stages", "replica").astype(np.int64) * 65_536 + run.column("stages", "stage")))
     lengths = (ended_ns - begun_ns)[inside_window] / 1e9
     found: dict[str, Any] = {f"iteration_s_{name}": value for name, value in statistics(lengths).items()}
     found.update(
@@ -288,7 +291,7 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
         graph_padding_rows=int(np.maximum(column("executed_rows") - tokens - dummies, 0).sum()),
         host_s_total=host_ns / 1e9,
         device_s_total=device_ns / 1e9,
-        device_busy_share=_ratio(device_ns / 1e9, units * (end_s - start_s)),
+        device_busy_share=_ratio(device_ns / 1e9, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count),
         kv_blocks=blocks,
     )
@@ -304,6 +307,7 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
 
 def _utilisation(
     run: RunTables,
+    stays: list[Presence],
     start_s: float,
     end_s: float,
     peaks: Mapping[str, float] | None,
@@ -314,17 +318,16 @@ def _utilisation(
     if not peaks:
         return found
     inside_window = run.column("iterations", "end_s") > start_s
-    devices = peaks.get("devices", 1)
-    stages = len(np.unique(run.column("stages", "stage"))) or 1
-    # A stage's devices are busy for its share of the device time, so busy time is the sum over stages / stages.
-    replicas = len(np.unique(run.column("iterations", "replica"))) or 1
-    busy_s = float(run.column("iterations", "device_s")[inside_window].sum()) / (stages * replicas)
+    # A stage's devices are busy for its share of the device time.
+    replica, device_s = (run.column("iterations", name)[inside_window] for name in ("replica", "device_s"))
+    busy_s = float((device_s * devices_per_stage(stays, replica)).sum())
+    there_s = device_seconds(stays, start_s, end_s)
     for name, work, peak in (("mfu", model_flops, "peak_flops"), ("mbu", model_bytes, "peak_bytes_per_s")):
         if work is None or peak not in peaks:
             continue
         done = float(work_per_iteration(run, work)[inside_window].sum())
-        found[name] = share_of_peak(done, peaks[peak], devices, end_s - start_s)
-        found[f"{name}_busy"] = share_of_peak(done, peaks[peak], devices, busy_s)
+        found[name] = share_of_peak(done, peaks[peak], there_s)
+        found[f"{name}_busy"] = share_of_peak(done, peaks[peak], busy_s)
     return found
 
 

@@ -90,14 +90,14 @@ SUMMARY_KEYS: dict[str, str] = {
     **MEMORY_KEYS,
     "host_s_total": "host time before and after the iterations of the window",
     "device_s_total": "device time of the iterations of the window, summed over stages",
-    "device_busy_share": "device_s_total / (replicas x stages x window length)",
+    "device_busy_share": "device_s_total / time that stages of any replica were there in the window",
     "inside_share": "share of iterations whose shape lies in the cost model's measured region",
     "bubble_share": "share of stage time in flight in which a stage idles (null without a pipeline)",
     **{f"bubble_share_{cause}": f"the part of bubble_share due to {name}" for cause, name in CAUSE_NAMES.items()},
     "lost_device_s": "device-seconds lost in bubbles",
-    "mfu": "useful FLOPs / (peak FLOP/s x devices x window length); null unless work and peaks were given",
+    "mfu": "useful FLOPs / (peak FLOP/s x device-seconds in the window); null unless work and peaks were given",
     "mfu_busy": "the same over the time that the devices were busy",
-    "mbu": "bytes that have to be moved / (peak bytes/s x devices x window length); null unless given",
+    "mbu": "bytes that have to be moved / (peak bytes/s x device-seconds in the window); null unless given",
     "mbu_busy": "the same over the time that the devices were busy",
 }
 """Key -> meaning, in the order of summary.json. Seconds, tokens, requests or shares of 1, as the name says."""

@@ -71,9 +71,8 @@ def work_features(run: RunTables) -> dict[str, Floats]:
     }
 
 
-def share_of_peak(work: float, peak_per_s: Any, devices: Any, duration_s: float) -> float:
-    """Work done over what `devices` of that peak could have done in the time; NaN where there was no time."""
-    for name, value in (("peak", peak_per_s), ("devices", devices)):
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise MetricsError(f"{name}: found {value!r}, expected a number above 0")
-    return work / (peak_per_s * devices * duration_s) if duration_s > 0 else float("nan")
+def share_of_peak(work: float, peak_per_s: Any, device_s: float) -> float:
+    """Work done over what devices of that peak could have done in so many device-seconds; NaN where there were none."""
+    if not isinstance(peak_per_s, (int, float)) or not peak_per_s > 0:
+        raise MetricsError(f"peak: found {peak_per_s!r}, expected a number above 0")
+    return work / (peak_per_s * device_s) if device_s > 0 else float("nan")

@@ -63,6 +63,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "cost_provenance": dict(cost.provenance()),
         "tp": config.tp,
         "pp": config.pp,
+        "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),
         "max_model_len": engine.max_model_len,
