@@ -1,8 +1,8 @@
 """A run in one flat dictionary, computed from its tables alone: every number can be rebuilt from the run folder.
 
 Latencies are those of measured requests that finished; whatever ended otherwise is counted, and counts against the
-SLO. Throughput is what the machine delivered in the measured window, whoever it was for. What each key means stands
-in `metrics.summary_keys.SUMMARY_KEYS`.
+SLO. Throughput is what the machine delivered in the measured window, to requests of the warm-up too. What each key means
+stands in `metrics.summary_keys.SUMMARY_KEYS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.columns import STATUSES, MetricsError, to_ns
-from metrics.fleet import Presence, device_seconds, devices_per_stage, fleet, stage_seconds
+from metrics.fleet import Presence, fleet, stage_seconds
 from metrics.memory_keys import memory_summary
 from metrics.slo import Bound, parse_slo, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
@@ -24,7 +24,7 @@ from metrics.steady_state import steady_state
 from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
-from metrics.utilisation import Work, share_of_peak, work_per_iteration
+from metrics.utilisation import Work, utilisation
 from metrics.windows import held_ns
 
 Bools = NDArray[np.bool_]
@@ -51,7 +51,7 @@ def summarise(
     slo: such as `ttft_p99=2,tbt_p99=0.2`, or one per SLO class (column `slo` of the requests).
     peaks: peak_flops, peak_bytes_per_s (of one device) and devices, for MFU and MBU.
     model_flops, model_bytes: work per iteration, see `metrics.utilisation`.
-    wanted: one flag per row of the requests table: only these are measured.
+    wanted: one flag per row of the requests table: only these are counted, measured and in the throughput.
 
     Options left out are taken from the run's config where it has them: token_budget, num_blocks, chunk_size, slots,
     peaks, model_flops, model_bytes.
@@ -65,9 +65,9 @@ def summarise(
         # Where no steady part was found nothing is left out: `overloaded` says why.
         warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
     start_s, measured = _window(requests, warmup)
-    warmup_requests = len(measured) - int(measured.sum())
-    if wanted is not None:
-        measured &= wanted
+    counted = np.ones(len(measured), dtype=bool) if wanted is None else wanted
+    warmup_requests = int((counted & ~measured).sum())
+    measured &= counted
     end_s = float(np.max(requests["finished_s"], initial=start_s))
     finished = measured & (requests["status"] == "finished")
     own = _own_latencies(requests, finished)
@@ -75,8 +75,8 @@ def summarise(
     summary.update({key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")})
     summary["calibrated"] = config.get("calibrated")
     summary.update(
-        requests=len(measured),
-        **{status: int((requests["status"] == status).sum()) for status in STATUSES},
+        requests=int(counted.sum()),
+        **{status: int((requests["status"][counted] == status).sum()) for status in STATUSES},
         warmup_requests=warmup_requests,
         measured=int(measured.sum()),
         measured_finished=int(finished.sum()),
@@ -88,7 +88,7 @@ def summarise(
     )
     summary.update(_latencies(own, tokens, finished))
     summary.update(_stalls(tokens, finished, stall_bound_s))
-    summary.update(_throughput(requests, tokens, start_s, end_s))
+    summary.update(_throughput(requests, tokens, counted, start_s, end_s))
     summary.update(_fairness(requests, finished, own))
     summary.update(_counts(requests, measured))
     summary.update(memory_summary(config, requests["cached_tokens"], measured))
@@ -96,7 +96,7 @@ def summarise(
     summary.update(_iterations(run, config, stays, start_s, end_s))
     summary["pd_optimum"] = pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots"))
     summary.update(
-        _utilisation(
+        utilisation(
             run, stays, start_s, end_s, peaks or config.get("peaks"), model_flops if model_flops is not None
             else config.get("model_flops"), model_bytes if model_bytes is not None else config.get("model_bytes"),
         )
@@ -110,6 +110,8 @@ def summarise_classes(
     run: RunTables, column: str = "slo", *, slo: str | Mapping[str, str] | None = None, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """One summary per value of a column of the requests (SLO class, priority, session), in order; null is "none".
+
+    Counts, latencies and throughput are those of its requests; iterations, memory and devices are the whole run's.
 
     slo: one objective for all, or one per SLO class, as in `summarise`.
     """
@@ -226,12 +228,12 @@ def _stalls(tokens: TokenTimes, finished: Bools, bound_s: float) -> dict[str, fl
 
 
 def _throughput(
-    requests: dict[str, NDArray[Any]], tokens: TokenTimes, start_s: float, end_s: float
+    requests: dict[str, NDArray[Any]], tokens: TokenTimes, counted: Bools, start_s: float, end_s: float
 ) -> dict[str, float]:
     duration = end_s - start_s
-    ended = (requests["status"] == "finished") & (requests["finished_s"] >= start_s)
-    prompts = int(requests["prompt_tokens"][requests["first_token_s"] >= start_s].sum())
-    output = tokens.delivered(round(start_s * 1e9))
+    ended = counted & (requests["status"] == "finished") & (requests["finished_s"] >= start_s)
+    prompts = int(requests["prompt_tokens"][counted & (requests["first_token_s"] >= start_s)].sum())
+    output = tokens.delivered(round(start_s * 1e9), counted)
     return {
         "requests_per_s": _ratio(int(ended.sum()), duration),
         "output_tokens_per_s": _ratio(output, duration),
@@ -302,32 +304,6 @@ def _iterations(
         used = 1 - column("free_blocks") / blocks
         found["kv_use_mean"] = _ratio(float((used * held).sum()), float(held.sum()))
         found["kv_use_max"] = float(np.max(used, initial=0.0))
-    return found
-
-
-def _utilisation(
-    run: RunTables,
-    stays: list[Presence],
-    start_s: float,
-    end_s: float,
-    peaks: Mapping[str, float] | None,
-    model_flops: Work | None,
-    model_bytes: Work | None,
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    if not peaks:
-        return found
-    inside_window = run.column("iterations", "end_s") > start_s
-    # A stage's devices are busy for its share of the device time.
-    replica, device_s = (run.column("iterations", name)[inside_window] for name in ("replica", "device_s"))
-    busy_s = float((device_s * devices_per_stage(stays, replica)).sum())
-    there_s = device_seconds(stays, start_s, end_s)
-    for name, work, peak in (("mfu", model_flops, "peak_flops"), ("mbu", model_bytes, "peak_bytes_per_s")):
-        if work is None or peak not in peaks:
-            continue
-        done = float(work_per_iteration(run, work)[inside_window].sum())
-        found[name] = share_of_peak(done, peaks[peak], there_s)
-        found[f"{name}_busy"] = share_of_peak(done, peaks[peak], busy_s)
     return found
 
 

@@ -119,6 +119,12 @@ def test_classes_have_their_own_objectives_and_summaries() -> None:
     assert [classes[name]["measured"] for name in classes] == [2, 2]
     assert [classes[name]["slo_attainment"] for name in classes] == [1 / 2, 1 / 2]
     assert classes["slow"]["ttft_s_mean"] == 5
+    # fast: R0 and R1 with prompts of 8 and 4 and three tokens each; slow: R2 with one of 6, and the rejected one.
+    counts = [(summary["requests"], summary["finished"], summary["rejected"]) for summary in classes.values()]
+    assert counts == [(2, 2, 0), (2, 1, 1)]
+    assert [summary["requests_per_s"] for summary in classes.values()] == [2 / 8, 1 / 8]
+    assert [summary["total_tokens_per_s"] for summary in classes.values()] == [18 / 8, 7 / 8]
+    assert [summary["iterations"] for summary in classes.values()] == [5, 5]
 
 
 def test_an_empty_run_has_a_summary() -> None:
