@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments.errors import ExperimentError
+from policies.admission import OVERLOADED
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -190,9 +193,11 @@ def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> 
     if objective.queue_delay_s is not None:
         tightness["queue delay"] = summary["scheduling_delay_s_p50"] / objective.queue_delay_s
     # Requests that ended otherwise have no latency that could be too long; many of them must not count as met. Those
-    # that are too long for the engine are rejected at any rate, and only counted.
-    status = tables.column("requests", "status")[wanted]
-    rejected = int((status == "rejected").sum())
+    # that are too long for the engine are rejected at any rate, and only counted; who is turned away because the
+    # engine is overloaded is not.
+    status, reason = (tables.column("requests", name)[wanted] for name in ("status", "reason"))
+    turned_away = np.array([str(text).startswith(OVERLOADED) for text in reason], dtype=bool)
+    rejected = int(((status == "rejected") & ~turned_away).sum())
     lost = 1 - (summary["measured_finished"] + rejected) / summary["measured"]
     if lost > MOST_LOST:
         tightness["requests that did not finish"] = lost / MOST_LOST

@@ -40,8 +40,8 @@ DRY_LOAD = 1.15
 
 @dataclass
 class Result:
-    """What a validation found; everything that its report says. fed: the simulator with measured durations, or why "
-    "not."""
+    """What a validation found; everything that its report says. fed: the simulator with measured durations, or why
+    not."""
 
     settings: Settings
     trace_name: str

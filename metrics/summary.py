@@ -1,8 +1,8 @@
 """A run in one flat dictionary, computed from its tables alone: every number can be rebuilt from the run folder.
 
 Latencies are those of measured requests that finished; whatever ended otherwise is counted, and counts against the
-SLO. Throughput is what the machine delivered in the measured window, to requests of the warm-up too. What each key means
-stands in `metrics.summary_keys.SUMMARY_KEYS`.
+SLO. Throughput is what the machine delivered in the measured window, to requests of the warm-up too. What each key
+means stands in `metrics.summary_keys.SUMMARY_KEYS`.
 """
 
 from __future__ import annotations

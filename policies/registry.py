@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, get_type_hints
 
 from policies.errors import PolicyError
 from policies.policy import Policy
+from policies.settings import LARGEST
 
 BUILT_IN: Mapping[str, str] = {
     "request_level": "policies.request_level:RequestLevel",
@@ -120,7 +122,7 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             converted = float(text)
         else:
             converted = text if isinstance(value, str) or wanted is str else value
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise PolicyError(
             f"{owner}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
         ) from None
@@ -129,7 +131,11 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
         )
     if isinstance(converted, int | float) and not isinstance(converted, bool):
-        if converted != converted or (knob.least is not None and converted < knob.least):
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected a finite number")
+        if abs(converted) > LARGEST:
+            raise PolicyError(f"{owner}, knob {knob.name}: found a very large number, expected at most {LARGEST:.0e}")
+        if knob.least is not None and converted < knob.least:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at least {knob.least}")
         if knob.most is not None and converted > knob.most:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at most {knob.most}")

@@ -96,6 +96,15 @@ def test_a_knob_by_another_name_is_refused_with_those_that_there_are(policy: str
             make_policy(policy, {knob.name + "x": knob.default})
 
 
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_knob_without_end_is_refused(policy: str) -> None:
+    for knob in knobs_of(policy_class(policy)).values():
+        if knob.type in (int, float):
+            for value in (float("inf"), -float("inf"), float("nan"), "inf", "1e400", 10**400):
+                with pytest.raises(PolicyError, match=rf"policy {policy}, knob {knob.name}: found"):
+                    make_policy(policy, {knob.name: value})
+
+
 def test_a_knob_by_another_name_in_a_file_is_refused(tmp_path: Any) -> None:
     (tmp_path / "run.toml").write_text('policy = "chunked"\n[knobs]\nchunk_sise = 256\n')
     line = assert_refused(run("simulator", "replay", "examples/trace.csv", "--config", tmp_path / "run.toml"))
