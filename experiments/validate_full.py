@@ -1,5 +1,4 @@
-"""Many validations in one folder: models x traces, all policies and loads; resumable, with one report over all of "
-"them."""
+"""Many validations in one folder: models x traces, all policies and loads; resumable, one report over all of them."""
 
 from __future__ import annotations
 
