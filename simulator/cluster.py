@@ -12,12 +12,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from simpy import Environment
-
 from metrics import Recorder
 from policies import Ns, Request, Track
 from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
+from simulator.clock import Nanoseconds
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
@@ -84,7 +83,7 @@ class Cluster:
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         plan: ClusterPlan,
         recorder: Recorder,
         *,

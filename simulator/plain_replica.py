@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simpy import Environment, Event
+from simpy import Event
 
 from metrics import Recorder
 from metrics.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
+from simulator.clock import Nanoseconds
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class PlainReplica:
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         number: int,
         scheduler: Scheduler,
         cost: CostModel,
