@@ -272,7 +272,8 @@ def _split_by_cause(
 
     def within(share: Floats) -> Floats:
         upto = np.concatenate([np.zeros((n, 1)), np.cumsum(share[:, :-1] * lengths, axis=1)], axis=1)
-        return (upto[:, b] - upto[:, a]).T
+        spent: Floats = (upto[:, b] - upto[:, a]).T
+        return spent
 
     return _whole_numbers(np.where(at_edge[:, None], within(edge_shares), within(shares)), end - start)
 

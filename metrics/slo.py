@@ -114,7 +114,7 @@ def _gap_percentile_within(bound: Bound, tokens: TokenTimes) -> Bools:
     position = bound.percentile / 100 * np.maximum(gaps - 1, 0)
     low = np.floor(position).astype(np.int64)
     high = np.minimum(low + (position > low), np.maximum(gaps - 1, 0))
-    within = (gaps == 0) | (below > high)
+    within: Bools = (gaps == 0) | (below > high)
     for row in np.flatnonzero(~within & (below > low)):
         own = np.diff(tokens.of_request(int(row))) / 1e9
         within[row] = percentiles(own, [bound.percentile])[0] <= bound.bound_s

@@ -358,6 +358,7 @@ def _statistic(
 ) -> float:
     if bound.key in summary:
         return float(summary[bound.key])
+    assert bound.percentile is not None
     if bound.metric == "tbt":
         gaps = tokens.gaps(finished)
         return percentiles(gaps.ns / 1e9, [bound.percentile], gaps.count)[0]

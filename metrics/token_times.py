@@ -24,7 +24,7 @@ class Gaps(NamedTuple):
     """Gaps between tokens in nanoseconds and how many times each was seen."""
 
     ns: Ints
-    count: Ints
+    count: Ints  # type: ignore[assignment]
 
 
 class TokenTimes:

@@ -86,7 +86,7 @@ def work_features(run: RunTables) -> dict[str, Floats]:
     rows = run.rows("iterations")
 
     def per_iteration(values: Floats) -> Floats:
-        return np.bincount(chunks["row"], weights=values, minlength=rows)
+        return np.bincount(chunks["row"], weights=values, minlength=rows).astype(np.float64, copy=False)
 
     decodes = run.column("iterations", "decodes")
     decode_context = run.column("iterations", "decode_context_total") + decodes

@@ -34,6 +34,9 @@ BUILT_IN: Mapping[str, str] = {
 
 ENTRY_POINT_GROUP = "charioteer.policies"
 
+LONGEST_S, LARGEST_FLOAT = 1e9, 1e18
+"""Most seconds, which in nanoseconds still fit 64 bits, and the largest of any other number, that a knob may be."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
@@ -133,8 +136,9 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         if isinstance(converted, float) and not math.isfinite(converted):
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected a finite number")
-        if abs(converted) > LARGEST:
-            raise PolicyError(f"{owner}, knob {knob.name}: found a very large number, expected at most {LARGEST:.0e}")
+        largest = LARGEST if isinstance(converted, int) else LONGEST_S if knob.name.endswith("_s") else LARGEST_FLOAT
+        if abs(converted) > largest:
+            raise PolicyError(f"{owner}, knob {knob.name}: found {value!s:.40}, expected at most {largest:.0e}")
         if knob.least is not None and converted < knob.least:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at least {knob.least}")
         if knob.most is not None and converted > knob.most:

@@ -52,7 +52,7 @@ class VirtualTime(Nanoseconds):
 
     def take(self, place: tuple[int, int, int], event: Event) -> None:
         """Put an event in a reserved place."""
-        heappush(self._queue, (*place, event))
+        heappush(self._queue, (*place, event))  # type: ignore[misc]
 
     def passed(self, place: tuple[int, int, int], flights: Sequence[object]) -> bool:
         """Let everything happen that comes before a reserved place, then move the clock there.

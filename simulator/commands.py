@@ -383,7 +383,7 @@ def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     from metrics import summarise_classes
     from metrics.slo import parse_objectives
 
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
         slo = run.config["replay"]["slo"]
         classes = summarise_classes(run.tables, slo=parse_objectives(slo) if slo else None)

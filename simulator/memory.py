@@ -137,7 +137,7 @@ def stored_bytes_per_token(config: ReplayConfig) -> int:
     compression, model = compression_of(config), load_model_spec(config.model)
     if compression is not None:
         return round(compression.packed_bytes_per_token(model))
-    return model.kv_bytes_per_token(kv_dtype_of(config))
+    return int(model.kv_bytes_per_token(kv_dtype_of(config)))
 
 
 def check_memory(config: ReplayConfig) -> None:

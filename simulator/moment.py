@@ -29,7 +29,7 @@ class Moment(Event):
         self._ok = True
         self._defused = False
         self.void = False
-        env.schedule(self, rank, delay_ns)
+        env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]  # ranks are all that SimPy asks of a priority
 
     @classmethod
     def unscheduled(cls, env: Nanoseconds, callback: Callable[[Event], None]) -> Moment:

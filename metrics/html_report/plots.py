@@ -118,13 +118,13 @@ def _composition(label: str, run: RunTables) -> Plot:
 
 def _over_time(run: RunTables, column: str, edges: Floats) -> Floats | None:
     """Time average of a state within each bin, summed over replicas (KV: share of all blocks, per cent)."""
-    blocks = run.config.get("num_blocks")
+    blocks = float(run.config.get("num_blocks") or 0)
     if column == "kv" and not blocks:
         return None
     replica = run.column("iterations", "replica")
     start, held = run.column_ns("iterations", "planned_s"), held_ns(run)
     if column == "kv":
-        values = 100 * (1 - run.column("iterations", "free_blocks") / float(blocks))
+        values = 100 * (1 - run.column("iterations", "free_blocks") / blocks)
     else:
         values = run.column("iterations", column).astype(np.float64)
     total = np.zeros(len(edges) - 1)

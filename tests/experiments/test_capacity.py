@@ -47,13 +47,13 @@ def test_what_never_holds_has_a_capacity_of_nothing_and_what_always_holds_is_an_
 
 
 def test_who_is_turned_away_because_of_overload_is_not_served() -> None:
-    """Thirty requests at once, two seconds of work each, nobody to wait above ten: most are turned away at the door."""
+    """Thirty prompts at once at 4,096 tokens a second, nobody to wait above 0.3 s: most are turned away at the door."""
     import numpy as np
 
     from simulator import replay
 
     trace = trace_of([(0.0, 100, 1)] * 30)
-    options = {"policy": "orca", "max_num_seqs": 1, "num_blocks": 1000, "ladder": "preempt,reject", "max_wait_s": 10.0}
+    options = {"policy": "orca", "max_num_seqs": 1, "num_blocks": 1000, "ladder": "preempt,reject", "max_wait_s": 0.3}
     run = replay(trace, cost=ConstantCost(2 * 10**9), max_model_len=101, **options)
     assert run.summary["rejected"] > 10
     probe = judge(run.tables, Objective.of("ttft_p99=1000"), np.ones(30, dtype=bool), 1.0)
