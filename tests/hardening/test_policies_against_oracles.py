@@ -6,6 +6,7 @@ counts blocks per request. Batches, their times and every token's time must agre
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from tests.policies.driving import drive
 
 BLOCK = 4
 TILE = 8
+MORE = int(os.environ.get("MORE", "0"))
+"""MORE=10 in the environment: ten times as many workloads, and others every time."""
 
 
 @dataclass
@@ -515,7 +518,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[Request, int]], int]:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 * max(1, MORE), deadline=None, derandomize=not MORE)
 @given(workload=workloads(), by_id=st.booleans())
 def test_a_policy_plans_what_its_paper_says(name: str, workload: tuple[list[tuple[Request, int]], int], by_id: bool) -> None:
     requests, total = workload
