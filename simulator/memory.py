@@ -38,7 +38,7 @@ class ReplicaMemory:
         packed = compression_ratio(config, 1000 + config.kv_window)
         self.block_bytes = round(model.kv_bytes_per_token(kv_dtype) * config.block_size / packed)
         layers = max(config.layer_split) if config.layer_split else -(-model.layers // config.pp)
-        per_token = model.kv_bytes_per_token(kv_dtype, config.tp, layers=layers)
+        per_token = model.kv_bytes_per_token(kv_dtype, engine.kv_devices // config.pp, layers=layers)
         self.device_block_bytes = round(per_token * config.block_size / packed)
 
     @property

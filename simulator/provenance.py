@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from policies import knobs_of
 from policies.draft import UNLIMITED
 from profiler import load_hardware, load_model_spec
+from simulator.afd import make_apart
 from workloads import Trace
 
 if TYPE_CHECKING:
@@ -86,16 +87,21 @@ def _shared(key: str, values: list[Any]) -> Any:
 
 def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
     """Peak rates per device, averaged over all devices of the cluster, so that rate x devices is the cluster's."""
-    per_device = [
-        work_facts(plan.config.model, pool.engine.config.gpu, dtype, "auto", 1, 1)["peaks"] for pool in plan.pools
-    ]
-    devices = plan.devices
+    of_gpu: dict[str, int] = {}
+    for pool in plan.pools:
+        config = pool.engine.config
+        apart = make_apart(config.afd) if config.afd else None
+        elsewhere = apart.ffn * pool.replicas if apart is not None and apart.ffn_gpu else 0
+        for gpu, count in ((config.gpu, pool.devices - elsewhere), (apart.ffn_gpu if apart else "", elsewhere)):
+            if count:
+                of_gpu[gpu] = of_gpu.get(gpu, 0) + count
+    each = {gpu: work_facts(plan.config.model, gpu, dtype, "auto", 1, 1)["peaks"] for gpu in of_gpu}
     return {
         **{
-            name: sum(peaks[name] * pool.devices for peaks, pool in zip(per_device, plan.pools)) / devices
+            name: sum(each[gpu][name] * count for gpu, count in of_gpu.items()) / plan.devices
             for name in ("peak_flops", "peak_bytes_per_s")
         },
-        "devices": devices,
+        "devices": plan.devices,
     }
 
 
