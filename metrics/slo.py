@@ -84,6 +84,23 @@ def parse_objectives(text: str) -> str | dict[str, str]:
     return objectives
 
 
+def check_statistics(warmup: str | None, slo: str | None) -> None:
+    """Raises MetricsError for a warm-up or an objective that no summary could be made with: before the run, not after
+    it."""
+    if slo:
+        parse_objectives(slo)
+    if warmup not in (None, "auto"):
+        parse_warmup(str(warmup))
+
+
+def parse_warmup(warmup: int | str) -> tuple[float, bool]:
+    """(amount, whether it is seconds) of a number of requests such as 100, or of seconds such as "30s"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s?)\s*", str(warmup))
+    if not match or (not match[2] and "." in match[1]):
+        raise MetricsError(f"warm-up: found {str(warmup)[:40]!r}, expected a number of requests (100) or seconds (30s)")
+    return float(match[1]), bool(match[2])
+
+
 def requests_within(bounds: tuple[Bound, ...], own: Mapping[str, Floats], tokens: TokenTimes) -> Bools:
     """Per request, whether it meets every bound by itself.
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from simpy import Event
 
     from policies import Track
-    from simulator.cluster import Cluster, Journey
+    from simulator.cluster import Cluster
+    from simulator.journeys import Journey
     from simulator.pools import ClusterPlan
 
 

@@ -7,7 +7,6 @@ is handed over to a decode replica, or its replica died) gets a journey, which a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
@@ -20,6 +19,7 @@ from simulator.clock import Nanoseconds
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
+from simulator.journeys import Journey, Life
 from simulator.kv_store import KVStore
 from simulator.memory import ReplicaMemory
 from simulator.pools import ClusterPlan
@@ -29,49 +29,6 @@ from simulator.swapping import SwapPrefillReplica, SwapReplica, SwapsKV
 
 NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
-
-
-@dataclass(slots=True)
-class Journey:
-    """A request that moves: what its earlier replicas did for it. output_tokens: its true output length."""
-
-    request: Request
-    output_tokens: int
-    segments: list[tuple[int, int, int]] = field(default_factory=list)
-    replicas: list[int] = field(default_factory=list)
-    produced: int = 0
-    admitted_ns: Ns = -1
-    first_token_ns: Ns = -1
-    preemptions: int = 0
-    cached_tokens: int = 0
-
-    def add(self, track: Track, replica: int) -> None:
-        """Take over what a track did on a replica that it leaves."""
-        self.segments += track.segments
-        self.replicas += [replica] * len(track.segments)
-        if self.admitted_ns < 0:
-            self.admitted_ns = track.admitted_ns
-        if self.first_token_ns < 0 and track.segments:
-            self.first_token_ns = track.first_token_ns
-        self.produced = track.produced
-        self.preemptions += track.preemptions
-        self.cached_tokens += track.cached_total
-
-
-@dataclass(slots=True)
-class Life:
-    """A replica's time in the cluster, from its order to its end (-1: it lasted), and why it ended.
-
-    It takes requests from up_ns on, and has its devices from ordered_ns to down_ns.
-    """
-
-    replica: int
-    pool: int
-    role: str
-    ordered_ns: Ns
-    up_ns: Ns
-    down_ns: Ns = -1
-    reason: str = ""
 
 
 class Cluster:

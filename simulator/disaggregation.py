@@ -24,7 +24,8 @@ from simulator.replica import Replica
 from simulator.routers import choose, make_router
 
 if TYPE_CHECKING:
-    from simulator.cluster import Cluster, Journey
+    from simulator.cluster import Cluster
+    from simulator.journeys import Journey
 
 
 @dataclass(slots=True, eq=False)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from metrics.run_folder import versions_of
 from policies import knobs_of
 from policies.draft import UNLIMITED
 from profiler import load_hardware, load_model_spec
@@ -41,10 +40,10 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "pools": rows,
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),
-        "trace": trace_facts(trace),
+        "trace": trace.facts(),
         "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
         "seed": config.seed,
-        "versions": versions(),
+        "versions": versions_of(PACKAGES),
         **work,
     }
 
@@ -105,18 +104,6 @@ def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
     }
 
 
-def trace_facts(trace: Trace) -> dict[str, Any]:
-    """Name, form and size of a trace, and what its reader had to say."""
-    return {
-        "name": trace.name,
-        "format": trace.source_format,
-        "requests": len(trace),
-        "span_s": float(trace.arrival_ns[-1] - trace.arrival_ns[0]) / 1e9 if len(trace) else 0.0,
-        "notes": list(trace.notes),
-        "provenance": dict(trace.provenance),
-    }
-
-
 def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int) -> dict[str, Any]:
     """Peak rates and the work of an iteration as coefficients, so that MFU and MBU follow from the folder alone."""
     from profiler.work import byte_coefficients, flop_coefficients, peaks
@@ -129,17 +116,6 @@ def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int
         "model_flops": flop_coefficients(spec),
         "model_bytes": byte_coefficients(spec, dtype, kv_dtype),
     }
-
-
-def versions() -> Mapping[str, str]:
-    """Versions of Python and of the libraries that a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source"
-    return found
 
 
 def _limit(value: int) -> int | None:

@@ -60,3 +60,35 @@ def test_pools_of_unequal_width_lose_device_time_each_by_its_own():
     pools = tuple({"role": "serve", "replicas": 1, "pp": 2, "tp": tp} for tp in (1, 2))
     done = run([(0, 4, 5)] * 2, stages=2, pools=pools)
     assert done.summary["lost_device_s"] == 2 * 5 * 1 + 2 * 5 * 2
+
+
+def test_an_objective_or_warm_up_that_makes_no_sense_is_refused_before_the_run():
+    from executor.config import LiveConfig
+    from metrics import MetricsError
+    from simulator import ReplayConfig
+
+    for config in (ReplayConfig, LiveConfig):
+        for wrong in ({"slo": "ttft=2"}, {"slo": "chat:ttft_p99=1;chat:x=2"}, {"warmup": "soon"}, {"warmup": "-3"}):
+            with pytest.raises(MetricsError, match="found"):
+                config(**wrong)
+        config(slo="chat:ttft_p99=1;batch:e2e_p99=60", warmup="auto")
+
+
+def test_classes_leave_the_same_warm_up_out_as_the_whole_run(tmp_path, capsys):
+    """Ten requests in turn of two classes, the first four not measured: three of each are."""
+    import json
+    from dataclasses import replace
+
+    from metrics.__main__ import _show_by, _summary
+    from simulator.printing import _class_summaries
+
+    trace = replace(trace_of([(row, 4, 5) for row in range(10)]), slo=["a", "b"] * 5)
+    done = replay(trace, cost=ConstantCost(S), num_blocks=1000, warmup="4", slo="e2e_p99=9")
+    assert [summary["measured"] for summary in _class_summaries({"run": done}).values()] == [3, 3]
+    done.write(tmp_path / "run")
+    _show_by(tmp_path / "run", "slo", "", "", True)
+    assert [summary["measured"] for summary in json.loads(capsys.readouterr().out).values()] == [3, 3]
+    # What one option asks for anew, the others keep.
+    again = _summary(tmp_path / "run", "", "e2e_p99=1")
+    assert (again["measured"], again["slo"], done.summary["measured"]) == (6, "e2e_p99=1", 6)
+    assert _summary(tmp_path / "run", "2", "")["slo"] == "e2e_p99=9"
