@@ -183,15 +183,18 @@ def trust(comparisons: Sequence[Comparison]) -> list[str]:
             f"Intervals: {kept} of {values} live values of these statistics ({kept / values:.0%}) lie in the predicted "
             "90 % interval."
         )
-    pooled = {
-        title: error
-        for family, title in FAMILIES
-        if (error := pooled_error(comparisons, f"{family}_mean")) is not None
-    }
-    if pooled:
-        told = ", ".join(f"{title} {error:+.1%} (± {unsure:.1%})" for title, (error, unsure, _) in pooled.items())
-        runs = max(runs for _, _, runs in pooled.values())
-        found.append(f"Over all {runs} live runs together, means (± standard error): {told}.")
+    for predicted, opening in (
+        ("simulated", "Over all {} live runs together, means (± standard error)"),
+        ("expected", "The same for the mean of the ensemble, which knows that the machine wanders"),
+    ):
+        pooled = {
+            title: error
+            for family, title in FAMILIES
+            if (error := pooled_error(comparisons, f"{family}_mean", predicted)) is not None
+        }
+        if pooled:
+            told = ", ".join(f"{title} {error:+.1%} (± {unsure:.1%})" for title, (error, unsure, _) in pooled.items())
+            found.append(f"{opening.format(max(runs for _, _, runs in pooled.values()))}: {told}.")
     return found
 
 
