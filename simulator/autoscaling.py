@@ -131,13 +131,13 @@ class Autoscaler:
         return late > (1 - self.scaling.attainment) * (len(tokens) + len(overdue))
 
     def _start(self) -> None:
-        ordered = self.cluster.env.now
+        life = self.cluster.order(self.scaling.pool)
         self.starting += 1
 
         def begin(event: Event) -> None:
             self.starting -= 1
             if self.cluster.ended < self.cluster.expected:
-                self.cluster.start(self.scaling.pool, ordered_ns=ordered)
+                self.cluster.start(self.scaling.pool, life)
 
         Moment(self.cluster.env, round(self.scaling.startup_s * NS_PER_S), begin, COMPLETION)
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from metrics import Recorder
-from policies import Ns, Request, Track
+from policies import Request, Track
 from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
 from simulator.clock import Nanoseconds
@@ -200,8 +200,14 @@ class Cluster:
         """Whether a replica that takes new requests (or decodes them) will be up later."""
         return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
 
-    def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
-        """Add a replica to a pool; it takes requests from now on."""
+    def order(self, pool: int) -> Life:
+        """A replica will be up later: it has its devices from now on, whether or not the run lasts until then."""
+        life = Life(-1, pool, self.plan.pools[pool].role, self.env.now, -1)
+        self.lives.append(life)
+        return life
+
+    def start(self, pool: int, life: Life | None = None) -> Replica:
+        """Add a replica to a pool, as ordered or at once; it takes requests from now on."""
         plan = self.plan.pools[pool]
         config = plan.engine.config
         prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
@@ -221,7 +227,7 @@ class Cluster:
             replica.on_last_chunk = self._kv.last_chunk_begins
         self.replicas.append(replica)
         self._pool_of.append(pool)
-        self._open(replica, ordered_ns)
+        self._open(replica, life or self.order(pool))
         return replica
 
     def _host_link(self, number: int, memory: ReplicaMemory) -> HostLink:
@@ -297,7 +303,7 @@ class Cluster:
 
     def restore(self, replica: Replica) -> None:
         """A replica that died is back, empty."""
-        self._open(replica, None)
+        self._open(replica, self.order(self.pool_number(replica)))
 
     def close(self) -> None:
         """Hand what is still open to the recorder (a run that was cut short)."""
@@ -322,7 +328,7 @@ class Cluster:
                     "pool": life.pool,
                     "role": life.role,
                     "ordered_s": life.ordered_ns / 1e9,
-                    "up_s": life.up_ns / 1e9,
+                    "up_s": life.up_ns / 1e9 if life.up_ns >= 0 else None,
                     "down_s": life.down_ns / 1e9 if life.down_ns >= 0 else None,
                     "reason": life.reason,
                 }
@@ -338,12 +344,9 @@ class Cluster:
             return self._kv.up
         return self._up
 
-    def _open(self, replica: Replica, ordered_ns: Ns | None) -> None:
-        now = self.env.now
-        pool = self.pool_number(replica)
-        role = self.plan.pools[pool].role
-        self.lives.append(Life(replica.number, pool, role, now if ordered_ns is None else ordered_ns, now))
-        if self._kv is not None and role == "decode":
+    def _open(self, replica: Replica, life: Life) -> None:
+        life.replica, life.up_ns = replica.number, self.env.now
+        if self._kv is not None and life.role == "decode":
             self._kv.open(replica)
             return
         self._up.append(replica)

@@ -38,7 +38,8 @@ class Journey:
 class Life:
     """A replica's time in the cluster, from its order to its end (-1: it lasted), and why it ended.
 
-    It takes requests from up_ns on, and has its devices from ordered_ns to down_ns.
+    It takes requests from up_ns on, and has its devices from ordered_ns to down_ns. The run may be over before it is
+    up: it then has no number and no up_ns (both -1).
     """
 
     replica: int
