@@ -212,27 +212,16 @@ def _statistic(bound: Bound, summary: Mapping[str, Any], tables: RunTables, want
         value = float(summary[bound.key])
     else:
         assert bound.percentile is not None
-        finished = wanted & (tables.column("requests", "status") == "finished")
         if bound.metric == "tbt":
             from metrics.token_times import TokenTimes
 
-            gaps = TokenTimes(tables).gaps(finished)
+            gaps = TokenTimes(tables).gaps(wanted & (tables.column("requests", "status") == "finished"))
             value = percentiles(gaps.ns / 1e9, [bound.percentile], gaps.count)[0]
         else:
-            value = percentiles(_own(bound.metric, tables, finished), [bound.percentile])[0]
+            from metrics.latencies import finished_latencies
+
+            value = percentiles(finished_latencies(tables, wanted)[bound.metric], [bound.percentile])[0]
     return 0.0 if math.isnan(value) else value
-
-
-def _own(metric: str, tables: RunTables, finished: Any) -> Any:
-    """TTFT, E2E or TPOT of each finished request, in seconds."""
-    moments = ("arrival_s", "first_token_s", "finished_s")
-    arrival, first, end = (tables.column("requests", name)[finished] for name in moments)
-    if metric == "ttft":
-        return first - arrival
-    if metric == "e2e":
-        return end - arrival
-    gaps = tables.column("requests", "output_tokens")[finished] - 1
-    return (end - first)[gaps > 0] / gaps[gaps > 0]
 
 
 def mean_rate(trace: Trace) -> float:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.columns import STATUSES, MetricsError, to_ns
+from metrics.columns import STATUSES, MetricsError
 from metrics.fleet import Presence, fleet, stage_seconds
+from metrics.latencies import own_latencies
 from metrics.memory_keys import memory_summary
 from metrics.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
@@ -69,7 +70,7 @@ def summarise(
     measured &= counted
     end_s = float(np.max(requests["finished_s"], initial=start_s))
     finished = measured & (requests["status"] == "finished")
-    own = _own_latencies(requests, finished)
+    own = own_latencies(requests, finished)
     summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
     summary.update({key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")})
     summary["calibrated"] = config.get("calibrated")
@@ -167,27 +168,6 @@ def _window(requests: dict[str, NDArray[Any]], warmup: int | str) -> tuple[float
     measured = rank >= amount
     start = arrival[measured].min() if measured.any() else requests["finished_s"].max()
     return float(start), measured
-
-
-def _own_latencies(requests: dict[str, NDArray[Any]], finished: Bools) -> dict[str, Floats]:
-    """Latencies of each request in seconds; NaN unless it is among the finished ones and has such a value."""
-    moments = {name: requests[f"{name}_s"] for name in ("arrival", "admitted", "first_token", "finished")}
-
-    def between(start: str, end: str) -> Floats:
-        known = finished & ~np.isnan(moments[start]) & ~np.isnan(moments[end])
-        span = np.full(len(finished), np.nan)
-        span[known] = (to_ns(moments[end][known]) - to_ns(moments[start][known])) / 1e9
-        return span
-
-    output = requests["output_tokens"]
-    e2e = between("arrival", "finished")
-    return {
-        "ttft": between("arrival", "first_token"),
-        "tpot": np.where(output > 1, between("first_token", "finished"), np.nan) / np.where(output > 1, output - 1, 1),
-        "e2e": e2e,
-        "normalized_latency": e2e / np.maximum(output, 1),
-        "scheduling_delay": between("arrival", "admitted"),
-    }
 
 
 def _latencies(own: dict[str, Floats], tokens: TokenTimes, finished: Bools) -> dict[str, float]:
