@@ -71,7 +71,7 @@ def test_what_takes_fractions_gets_them_between_whole_ends_too() -> None:
     assert axes["tbt_target_s"] == (0.0, 0.5, 1.0)
     assert axes["trace.duration_s"] == (1.0, 1.5, 2.0)
     assert axes["large"] == (64, 66, 67)
-    with pytest.raises(ExperimentError, match="step: found 0.5, expected a whole number"):
+    with pytest.raises(ExperimentError, match=r"step: found 0\.5, expected a whole number"):
         small(space={"seed": {"low": 1, "high": 2, "step": 0.5}})
 
 
