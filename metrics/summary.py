@@ -303,23 +303,26 @@ def _objectives(
     if not slo:
         return {"slo_attainment": math.nan, "goodput_requests_per_s": math.nan}
     met = np.zeros(len(measured), dtype=bool)
-    run_meets: bool | None = None
+    held = np.zeros(len(measured), dtype=bool)  # whoever has an objective
+    run_meets = True
+    finished = measured & (requests["status"] == "finished")
     if isinstance(slo, str):
-        bounds = parse_slo(slo)
-        met = requests_within(bounds, own, tokens)
-        finished = measured & (requests["status"] == "finished")
-        run_meets = bool(finished.any()) and not any(
-            _statistic(bound, own, tokens, finished, summary) > bound.bound_s for bound in bounds
-        )
+        parts = [(np.ones(len(measured), dtype=bool), slo, summary)]
     else:
-        for name, objective in slo.items():
-            of_class = requests["slo"] == name
-            met |= of_class & requests_within(parse_slo(objective), own, tokens)
-    good = int((met & measured & (requests["status"] == "finished")).sum())
+        parts = [(requests["slo"] == name, objective, {}) for name, objective in slo.items()]
+    for mine, objective, known in parts:
+        bounds = parse_slo(objective)
+        held |= mine
+        met |= mine & requests_within(bounds, own, tokens)
+        if isinstance(slo, str) or (mine & measured).any():
+            run_meets &= bool((mine & finished).any()) and not any(
+                _statistic(bound, own, tokens, mine & finished, known) > bound.bound_s for bound in bounds
+            )
+    good = int((met & finished).sum())
     return {
         "slo": slo if isinstance(slo, str) else "; ".join(f"{name}: {text}" for name, text in slo.items()),
-        "slo_met": run_meets,
-        "slo_attainment": _ratio(good, int(measured.sum())),
+        "slo_met": run_meets if held[measured].any() or isinstance(slo, str) else None,
+        "slo_attainment": _ratio(good, int((held & measured).sum())),
         "goodput_requests_per_s": _ratio(good, summary["duration_s"]),
     }
 
@@ -329,12 +332,12 @@ def _statistic(
 ) -> float:
     if bound.key in summary:
         return float(summary[bound.key])
-    assert bound.percentile is not None
-    if bound.metric == "tbt":
-        gaps = tokens.gaps(finished)
-        return percentiles(gaps.ns / 1e9, [bound.percentile], gaps.count)[0]
-    values = own[bound.metric]
-    return percentiles(values[~np.isnan(values)], [bound.percentile])[0]
+    gaps = tokens.gaps(finished) if bound.metric == "tbt" else None
+    values = gaps.ns / 1e9 if gaps is not None else own[bound.metric][finished & ~np.isnan(own[bound.metric])]
+    counts = gaps.count if gaps is not None else None
+    if bound.percentile is None:
+        return statistics(values, counts)[bound.statistic]
+    return percentiles(values, [bound.percentile], counts)[0]
 
 
 def _setting(config: Mapping[str, Any], name: str) -> Any:
