@@ -60,7 +60,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "total_tokens_per_s": "the same plus the prompts of requests whose first token fell into the window",
     "slo": "the objective (null if none was given)",
     "slo_met": "whether the run's statistics (or each SLO class's) stay within every bound (null without an objective)",
-    "slo_attainment": "share of measured requests with an objective that finished and meet every bound of it themselves",
+    "slo_attainment": "share of measured requests with an objective that finished and meet all its bounds themselves",
     "goodput_requests_per_s": "measured requests that meet every bound themselves / window length",
     "fairness_jain": "Jain's index over output tokens / E2E of measured, finished requests (1: all served alike)",
     "preemptions": "times that a measured request was thrown back to the queue",
