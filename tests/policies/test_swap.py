@@ -1,6 +1,5 @@
 """Swapping: the KV that comes back is the KV that went, nothing leaks, and `auto` does what costs less."""
 
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -260,7 +259,7 @@ TestCountingSwapMachine = CountingSwapMachine.TestCase
 @settings(max_examples=40, deadline=None)
 def test_swapped_and_shared_blocks_hold_what_their_requests_read(requests, engine, pages, caching):
     shared = [
-        (replace(request, prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
+        (request._replace(prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
         for request, output in requests
     ]
     scheduler = swapping({**engine, "depth": 1}, pages, by_id=True, prefix_caching=caching)
