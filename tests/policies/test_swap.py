@@ -264,15 +264,6 @@ def test_swapped_and_shared_blocks_hold_what_their_requests_read(requests, engin
     ]
     scheduler = swapping({**engine, "depth": 1}, pages, by_id=True, prefix_caching=caching)
     memory = KVMemory(scheduler)
-    plan = scheduler.plan
-
-    def plan_and_run(now):
-        batch = plan(now)
-        if batch is not None:
-            memory.run(batch, scheduler)
-        return batch
-
-    scheduler.plan = plan_and_run
-    log = drive(scheduler, shared)
+    log = drive(scheduler, shared, planned=lambda batch: memory.run(batch, scheduler))
     check_conservation(log, shared, scheduler)
     nothing_left_in_host_memory(scheduler)
