@@ -49,26 +49,37 @@ class Timing(NamedTuple):
     executed_rows: int = 0
 
 
+@dataclass
+class Script:
+    """The next step. wanted: tokens to prefill by request id. rows: of the whole step, its dummy rows included."""
+
+    wanted: Mapping[int, int] = field(default_factory=dict)
+    dummies: int = 0
+    rows: int = 0
+
+
 @dataclass(frozen=True)
 class Scripted(Policy):
-    """Decodes everybody and admits exactly whom the script names. Not a policy to serve with."""
+    """Decodes everybody, admits exactly whom the script names and adds its dummy rows. Not a policy to serve with."""
 
     repeats: ClassVar[bool] = False
-    wanted: dict[int, int] = field(default_factory=dict)
+    script: Script = field(default_factory=lambda: Script())
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         draft.decode_all()
         for track in list(queues.waiting):
-            tokens = self.wanted.get(track.request.id, 0)
+            tokens = self.script.wanted.get(track.request.id, 0)
             if tokens:
                 draft.admit(track, tokens)
+        if self.script.dummies:
+            draft.pad_to(self.script.rows)
 
 
 class BatchRig(LiveEngine):
     """A live engine without arrivals: it serves one planned batch at a time."""
 
     def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
-        self._script: dict[int, int] = {}
+        self._script = Script()
         if longest > loaded.max_tokens:
             raise ExecutorError(
                 f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
@@ -79,7 +90,7 @@ class BatchRig(LiveEngine):
         blocks = most_tokens // block_size + 4096
         room = -(-longest // block_size)
         scheduler = make_scheduler(
-            Scripted(wanted=self._script), num_blocks=max(blocks, room), block_size=block_size, max_model_len=longest,
+            Scripted(script=self._script), num_blocks=max(blocks, room), block_size=block_size, max_model_len=longest,
             by_id=True,
         )  # fmt: skip
         cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
@@ -134,7 +145,7 @@ class BatchRig(LiveEngine):
                 chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
             if before_step is not None:
                 before_step()
-            return self._step(chunks)
+            return self._step(chunks, point.shape)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
             for cohort in self.scheduler.take_retired():
@@ -153,9 +164,10 @@ class BatchRig(LiveEngine):
         self.runner.texts[number] = Text.of(ids, request.max_output_tokens, GREEDY, ())
         return number
 
-    def _step(self, wanted: Mapping[int, int]) -> Timing:
-        self._script.clear()
-        self._script.update(wanted)
+    def _step(self, wanted: Mapping[int, int], shape: BatchShape | None = None) -> Timing:
+        script = self._script
+        script.wanted = wanted
+        script.dummies, script.rows = (0, 0) if shape is None else (shape.dummy_tokens, shape.rows)
         batch = self.scheduler.plan(self._admit())
         if batch is None:
             raise ExecutorError("a planned batch cannot be set up: nothing was granted")
