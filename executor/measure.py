@@ -17,6 +17,7 @@ from executor.batch_rig import BatchRig, Timing
 from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.profile_rows import FAR_OFF, TAKEN_AWAY, iteration_rows, operator_rows, shape_of
+from executor.speed_gauge import typical_ns
 from policies import BatchShape
 from policies.output_file import write_text
 from profiler.plan import MeasurementPlan, Point, unsure_points
@@ -83,7 +84,8 @@ def measure_plan(
             rows += operator_rows(rig, loaded, [*plan.noise, *plan.points[:OPERATOR_POINTS]])
     finally:
         gc.unfreeze()
-    profile = make_profile(_frame(rows), _provenance(plan, loaded, clock))
+    gauged = typical_ns([row["gauge_ns"] for row in log.rows if row.get("gauge_ns")])
+    profile = make_profile(_frame(rows), {**_provenance(plan, loaded, clock), "gauge_ns": gauged})
     write_profile(profile, out)
     return profile
 
@@ -205,7 +207,7 @@ class _Log:
         entry = {
             "key": key, "why": why, "shape": timing.shape, "before_ns": timing.before_ns, "device_ns": timing.device_ns,
             "after_ns": timing.after_ns, "cpu_ns": timing.cpu_ns, "wall_ns": timing.wall_ns, "at_s": round(at_s, 6),
-            "executed_rows": timing.executed_rows,
+            "executed_rows": timing.executed_rows, "gauge_ns": timing.gauge_ns,
         }  # fmt: skip
         self.rows.append(entry)
         self.done.add(key)
