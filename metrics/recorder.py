@@ -265,7 +265,7 @@ class Recorder:
         if status not in STATUSES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
         self._requests.append(
-            (  # type: ignore[arg-type]  # a RequestEvent without the price of making one
+            (
                 request, replica, status, reason, output_tokens, admitted_ns, first_token_ns, finished_ns, preemptions,
                 cached_tokens, segments, segment_replicas,
             )

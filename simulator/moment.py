@@ -34,7 +34,7 @@ class Moment(Event):
     def again(self, delay_ns: int, callback: Callable[[Event], None], rank: int) -> None:
         """The same event once more, after it has happened."""
         self.callbacks = [callback]
-        self.env.schedule(self, rank, delay_ns)
+        self.env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]
 
     @classmethod
     def unscheduled(cls, env: Nanoseconds, callback: Callable[[Event], None]) -> Moment:

@@ -73,7 +73,7 @@ class PlainReplica:
     @property
     def now_ns(self) -> Ns:
         """SimPy's clock, which counts whole nanoseconds here."""
-        return self.env.now  # type: ignore[return-value]
+        return self.env.now
 
     # Requests come and go
 
