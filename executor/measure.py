@@ -17,7 +17,6 @@ from executor.batch_rig import BatchRig, Timing
 from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.profile_rows import FAR_OFF, TAKEN_AWAY, iteration_rows, operator_rows, shape_of
-from executor.speed_gauge import typical_ns
 from policies import BatchShape
 from policies.output_file import write_text
 from profiler.plan import MeasurementPlan, Point, unsure_points
@@ -84,8 +83,7 @@ def measure_plan(
             rows += operator_rows(rig, loaded, [*plan.noise, *plan.points[:OPERATOR_POINTS]])
     finally:
         gc.unfreeze()
-    gauged = typical_ns([row["gauge_ns"] for row in log.rows if row.get("gauge_ns")])
-    profile = make_profile(_frame(rows), {**_provenance(plan, loaded, clock), "gauge_ns": gauged})
+    profile = make_profile(_frame(rows), _provenance(plan, loaded, clock))
     write_profile(profile, out)
     return profile
 

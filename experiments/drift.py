@@ -83,8 +83,8 @@ def gauged_speed(path: Path, model: Any) -> float | None:
     """How slow the machine was during a live run by its gauge, over the time of the profile that `model` was fitted to,
     1 as profiled; None if either is not known."""
     live = read_json(path).get("typical_ns") if path.exists() else None
-    measured = getattr(model.fit, "provenance", {}).get("measured", {}).get("gauge_ns")
-    return float(live) / float(measured) if live and measured else None
+    gauge = getattr(model.fit, "provenance", {}).get("gauge") or {}
+    return float((live / 1e9 / gauge["typical_s"]) ** gauge["power"]) if live and gauge else None
 
 
 def speed_around(probes: Sequence[Probe], name: str) -> float:

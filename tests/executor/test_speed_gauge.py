@@ -25,8 +25,8 @@ def test_a_speed_is_one_mean_over_the_other(tmp_path: Path) -> None:
     assert typical_ns([100] * 9) is None
     assert typical_ns([100, 400] * 5) == pytest.approx(200)
     write_gauge(tmp_path / "g.json", [100, 400] * 5)
-    model = SimpleNamespace(fit=SimpleNamespace(provenance={"measured": {"gauge_ns": 160.0}}))
-    assert gauged_speed(tmp_path / "g.json", model) == pytest.approx(1.25)
-    model.fit.provenance = {"measured": {}}  # a profile from before there was a gauge
+    model = SimpleNamespace(fit=SimpleNamespace(provenance={"gauge": {"typical_s": 160e-9, "power": 2.0}}))
+    assert gauged_speed(tmp_path / "g.json", model) == pytest.approx(1.25**2)
+    model.fit.provenance = {"gauge": {}}  # a profile from before there was a gauge
     assert gauged_speed(tmp_path / "g.json", model) is None
     assert gauged_speed(tmp_path / "none.json", model) is None
