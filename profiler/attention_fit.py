@@ -25,6 +25,7 @@ from profiler.attention_law import (
 )
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
+from profiler.mixed_law import MixedLaw, fit_mixed_law
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
 
@@ -73,6 +74,8 @@ class AttentionFit:
     streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
     prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
+    mixed_law: the same of chunks beside decodes, which "mixed" is then counted from; None: batch_law. It is too slow
+        for an engine's tables and is put into the grid by `evaluated`.
     own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
         launch: the same bytes have to come (on both RTX cards they cost more than that in 95 % of 20,000 mixed
         batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
@@ -92,6 +95,7 @@ class AttentionFit:
     streams_beside: bool = False
     grouped: bool = True
     prefill_law: PrefillLaw | None = None
+    mixed_law: MixedLaw | None = None
     own: bool = True
     token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
@@ -120,7 +124,10 @@ class AttentionFit:
         self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
     ) -> Array:
         """One chunk beside at least one decode; `typical` as in `decode_us`."""
-        both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
+        if self.mixed_law is not None:
+            both = self.mixed_law.us(self.heads, tokens, prefix, decodes, context, typical)
+        else:
+            both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
         if "mixed" in self.misses:
             both = both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
             if self.own:
@@ -286,8 +293,40 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
                 fit, miss[alone] = replace(fit, prefill_law=waves), own
         misses["prefill"] = _grid([tokens, prefix], miss[alone])
     if (~alone).any():
-        misses["mixed"] = _grid([column[~alone] for column in columns], miss[~alone])
+        beside = [column[~alone] for column in columns]
+        if fit.prefill_law is not None and fit.grouped and len(beside[0]) >= LEAST_MIXED:
+            deal = (fit.prefill_law.slots, fit.prefill_law.rows, fit.prefill_law.stride)
+            mixed = fit_mixed_law(fit.heads, fit.kv_heads, deal, beside, us[~alone])
+            dealt = np.log(us[~alone] / mixed.us(fit.heads, *beside))
+            if np.abs(dealt).mean() < np.abs(miss[~alone]).mean():
+                fit, miss[~alone] = replace(fit, mixed_law=mixed), dealt
+        misses["mixed"] = _grid(beside, miss[~alone])
     return replace(fit, batch_law=law, misses=misses)
+
+
+LEAST_MIXED = 50
+"""Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""
+
+
+def evaluated(fit: AttentionFit) -> AttentionFit:
+    """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, which gets knots between the
+    measured ones along tokens and decodes, where blocks fill processors."""
+    if fit.mixed_law is None:
+        return fit
+    known = fit.misses["mixed"]
+    tokens, prefix, decodes, context = known.axes
+    axes = (_between(tokens, fit.mixed_law.rows), prefix, _between(decodes, 1), context)
+    nodes = np.meshgrid(*axes, indexing="ij", sparse=True)
+    ratio = fit.batch_us(*nodes) / batch_us(fit.batch_law, fit.heads, fit.sms, *nodes)
+    return replace(fit, mixed_law=None, misses={**fit.misses, "mixed": Lattice(axes, np.log(ratio))})
+
+
+def _between(knots: Array, quantum: int) -> Array:
+    """Knots, and half-way points between those a factor of more than 1.4 apart, in whole quanta."""
+    wide = knots[1:] > 1.4 * knots[:-1]
+    middle = np.round((knots[1:] + knots[:-1]) / 2 / quantum) * quantum
+    inside = wide & (middle > knots[:-1]) & (middle < knots[1:])
+    return np.unique(np.concatenate([knots, middle[inside]]))
 
 
 _TWINS_BY = ["tokens", "prefix", "decodes", "context"]
