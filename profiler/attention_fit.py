@@ -16,13 +16,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from profiler.attention_law import (
     BatchLaw,
-    DecodeLaw,
     batch_us,
     chunk_share_us,
-    decode_us,
     fit_batch_law,
-    fit_decode_law,
 )
+from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
 from profiler.mixed_law import MixedLaw, fit_mixed_law
@@ -36,10 +34,6 @@ Array = NDArray[np.float64]
 
 UNGROUPED = "without grouped heads"
 """In the backend of a profile whose decodes read keys and values once a query head."""
-
-SPLIT_BELOW = 0.8
-"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
-blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
 
 TWIN = "even twin"
 """In the backend of a row: an uneven batch's even twin, measured beside it, which only its difference is told from."""
@@ -100,12 +94,17 @@ class AttentionFit:
     token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
 
+    def by_law(self) -> AttentionFit:
+        """The laws alone, with nothing of what they miss."""
+        nothing = {name: Lattice(grid.axes, np.zeros_like(grid.values)) for name, grid in self.misses.items()}
+        return replace(self, misses=nothing)
+
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
         miss: Array | float = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
         if "single" in self.misses:
             miss = np.where(np.asarray(decodes) < 2, self.misses["single"](context), miss)
-        us = decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        us = self.decode_law.us(decodes, context, typical) * np.exp(miss)
         if not self.token_us:
             return us
         return np.maximum(us, self.decode_law.launch + self.token_us * np.multiply(decodes, context))
@@ -192,13 +191,7 @@ def transferred(
             decode_step=batch.decode_step * size,
             write=batch.write * streams * size,
         ),
-        decode_law=replace(
-            decode,
-            block=decode.block * streams * size,
-            stream=decode.stream * streams * size,
-            alone=decode.alone * size,
-            split_below=decode.split_below / streams,
-        ),
+        decode_law=decode.resized(decode.streams * streams, size),
         prefill_law=fit.prefill_law and replace(
             fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size
         ),
@@ -266,9 +259,10 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     many = n > 1
     if not many.any() or not fit.grouped:
         many = np.full(len(n), True)
-    split_below = float(np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads)) if fit.grouped else 0.0
-    law = fit_decode_law(lambda law: decode_us(law, n[many], c[many]), us[many], split_below)
-    miss = np.log(us / decode_us(law, n, c))
+    streams = fit.kv_heads if fit.grouped else fit.heads
+    kernel = "fa2" if fit.grouped and fit.heads > fit.kv_heads else "fa2 whole"
+    law = fit_decode_law(n[many], c[many], us[many], sms=fit.sms, heads=streams, kernel=kernel).resized(streams)
+    miss = np.log(us / law.us(n, c))
     misses = {**fit.misses, "decode": _grid([n[many], c[many]], miss[many])}
     if not many.all():
         misses["single"] = _grid([c[~many]], miss[~many])
