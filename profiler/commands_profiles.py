@@ -1,4 +1,4 @@
-"""`python -m profiler import | fit | compare | refine`: measurements to profiles, profiles to fitted models, logs to terms."""
+"""`python -m profiler import | fit | compare | refine`: measurements to profiles, fitted models, terms from logs."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def _gemms(table: pd.DataFrame, hardware: Hardware) -> Iterator[Structure]:
 
 
 def _points(batches: pd.DataFrame, *more: Array) -> Array:
-    """Coordinates of attention: stretched as in the tables, with all decodes' tokens and the chunk's end beside them."""
+    """Coordinates of attention, stretched as in the tables; all decodes' tokens and the chunk's end beside them."""
     tokens, prefix, decodes, context = (
         batches[key].to_numpy(float) for key in ("tokens", "prefix", "decodes", "context")
     )

@@ -1,10 +1,10 @@
 """What a chunk beside decodes costs in attention, as physics: blocks dealt one by one, and a cache that shares reads.
 
 One kernel starts, head by head, a thread block for every 64 query rows of the chunk and one for every decode, which
-walks its whole context with one useful row. Blocks go to whichever processor is free first. The query heads of a KV head
-read the same keys: heads that run at the same time share one read, heads that run one after another share it only while
-the cache holds what one KV head reads. Beyond that every head waits for memory, which is a cliff of a factor of two to
-three in the measurements.
+walks its whole context with one useful row. Blocks go to whichever processor is free first. The query heads of a KV
+head read the same keys: heads that run at the same time share one read, heads that run one after another share it only
+while the cache holds what one KV head reads. Beyond that every head waits for memory, which is a cliff of a factor of
+two to three in the measurements.
 
 Dealing takes 50 microseconds a batch, so this law serves fits; models keep it as evaluated tables.
 """

@@ -6,6 +6,7 @@ both beside interpolation and beside a forest that knows no law.
 
 from __future__ import annotations
 
+import warnings
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ SAMPLE = 400
 """Rows that a Gaussian process learns its scales from; all rows serve as neighbours."""
 NEIGHBOURS = 40
 GROUP = 2000
-MOST_ROWS = 30_000
+MOST_ROWS = 12_000
 """Rows that trees are grown on."""
 
 
@@ -50,7 +51,7 @@ class Forest:
         from sklearn.ensemble import RandomForestRegressor
 
         kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
-        self._trees = RandomForestRegressor(n_estimators=60, min_samples_leaf=1, random_state=0)
+        self._trees = RandomForestRegressor(n_estimators=30, min_samples_leaf=1, random_state=0)
         self._trees.fit(points[kept], misses[kept])
         return self
 
@@ -77,7 +78,10 @@ class GaussianProcess:
         axes = points.shape[1]
         kernel = ConstantKernel(1.0, (1e-2, 1e2)) * Matern(np.full(axes, 2.0), (0.1, 1e2), nu=1.5)
         found = GaussianProcessRegressor(kernel + WhiteKernel(0.05, (1e-4, 1.0)), random_state=0)
-        fitted = found.fit(points[sample], values[sample]).kernel_
+        with warnings.catch_warnings():
+            # A coordinate that decides nothing has a length at its bound.
+            warnings.simplefilter("ignore")
+            fitted = found.fit(points[sample], values[sample]).kernel_
         self._lengths = np.broadcast_to(fitted.k1.k2.length_scale, (axes,))
         self._signal, self._noise = float(fitted.k1.k1.constant_value), float(fitted.k2.noise_level)
         self._points, self._values, self._spread = points / self._lengths, values, spread
