@@ -184,10 +184,10 @@ def _fit_decode(
     miss = np.log(us / law.us(decodes, context, heads=kv_heads))
     misses = {"decode": Lattice.from_points([streams[many], context[many]], miss[many])}
     for heads in np.unique(kv_heads):
-        own = kv_heads == heads
-        misses[f"decode:{int(heads)}"] = Lattice.from_points([decodes[own & many], context[own & many]], miss[own & many])
-        if (own & ~many).any():
-            misses[f"single:{int(heads)}"] = Lattice.from_points([context[own & ~many]], miss[own & ~many])
+        own, one = (kv_heads == heads) & many, (kv_heads == heads) & ~many
+        misses[f"decode:{int(heads)}"] = Lattice.from_points([decodes[own], context[own]], miss[own])
+        if one.any():
+            misses[f"single:{int(heads)}"] = Lattice.from_points([context[one]], miss[one])
     if not many.all():
         misses["single:0"] = Lattice.from_points([context[~many]], miss[~many])
     return law, misses, {"streams": int(streams.max()), "context": int(context.max())}

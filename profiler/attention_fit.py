@@ -69,7 +69,7 @@ class AttentionFit:
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
     prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
     mixed_law: the same of chunks beside decodes, which "mixed" is then counted from; None: batch_law. It is too slow
-        for an engine's tables and is put into the grid by `evaluated`.
+        for an engine's tables and is put into the grid by `tabled`.
     own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
         launch: the same bytes have to come (on both RTX cards they cost more than that in 95 % of 20,000 mixed
         batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
@@ -302,7 +302,7 @@ LEAST_MIXED = 50
 """Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""
 
 
-def evaluated(fit: AttentionFit) -> AttentionFit:
+def tabled(fit: AttentionFit) -> AttentionFit:
     """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, which gets knots between the
     measured ones along tokens and decodes, where blocks fill processors."""
     if fit.mixed_law is None:
