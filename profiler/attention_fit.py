@@ -302,25 +302,30 @@ LEAST_MIXED = 50
 """Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""
 
 
+TABLED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+TABLED_DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Where `tabled` deals blocks besides the measured coordinates."""
+
+
 def tabled(fit: AttentionFit) -> AttentionFit:
-    """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, which gets knots between the
-    measured ones along tokens and decodes, where blocks fill processors."""
+    """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, with knots between the measured
+    ones along tokens and decodes, where blocks fill processors."""
     if fit.mixed_law is None:
         return fit
-    known = fit.misses["mixed"]
-    tokens, prefix, decodes, context = known.axes
-    axes = (_between(tokens, fit.mixed_law.rows), prefix, _between(decodes, 1), context)
+    tokens, prefix, decodes, context = fit.misses["mixed"].axes
+    axes = (_within(TABLED_TOKENS, tokens), prefix, _within(TABLED_DECODES, decodes), context)
     nodes = np.meshgrid(*axes, indexing="ij", sparse=True)
     ratio = fit.batch_us(*nodes) / batch_us(fit.batch_law, fit.heads, fit.sms, *nodes)
     return replace(fit, mixed_law=None, misses={**fit.misses, "mixed": Lattice(axes, np.log(ratio))})
 
 
-def _between(knots: Array, quantum: int) -> Array:
-    """Knots, and half-way points between those a factor of more than 1.4 apart, in whole quanta."""
-    wide = knots[1:] > 1.4 * knots[:-1]
-    middle = np.round((knots[1:] + knots[:-1]) / 2 / quantum) * quantum
-    inside = wide & (middle > knots[:-1]) & (middle < knots[1:])
-    return np.unique(np.concatenate([knots, middle[inside]]))
+def _within(more: tuple[int, ...], knots: Array) -> Array:
+    """Knots and those of `more` between them that are not close to one."""
+    apart = [at for at in more if knots[0] < at < knots[-1] and np.abs(np.log(knots / at)).min() > CLOSE]
+    return np.unique(np.concatenate([knots, apart]))
+
+
+CLOSE = 0.15
 
 
 _TWINS_BY = ["tokens", "prefix", "decodes", "context"]
