@@ -91,7 +91,7 @@ def test_structures_left_out_are_predicted_within_the_aims_where_the_grid_allows
     errors = summary(held_out(alone, load_hardware("rtx4090"), iterations=False))
     for name in ("gemm rows", "prefill prefixes", "decode contexts"):
         assert errors[name]["median"] < 0.02, name
-        assert errors[name]["p95"] < 0.09, name
+        assert errors[name]["p95"] < 0.1, name
     for name, error in errors.items():
         assert 0.8 <= error["coverage"] <= 0.99, (name, error)
 
