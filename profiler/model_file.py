@@ -200,8 +200,8 @@ class _Entry:
             self.fail(key, value, f"a number from {low:g} to {high:g}")
         return float(value)  # type: ignore[arg-type]
 
-    def count(self, key: str, least: int = 0) -> int:
-        value = self.number(key, least, 1 << 40)
+    def count(self, key: str, least: int = 0, most: int = 1 << 40) -> int:
+        value = self.number(key, least, most)
         if value != int(value):
             self.fail(key, value, "a whole number")
         return int(value)
@@ -354,18 +354,13 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
 
 def _batch_law(entry: _Entry) -> BatchLaw:
     values = _Entry(entry.path, f"{entry.where}.batch_law", entry.values.get("batch_law"))
-    found = _coefficients(values, BatchLaw().as_dict()) | {"query_rows": values.count("query_rows", least=1)}
-    return BatchLaw(**found)
+    return BatchLaw(**_coefficients(values, BatchLaw().as_dict()) | {"query_rows": values.count("query_rows", 1)})
 
 
 def _decode_law(entry: _Entry) -> DecodeLaw:
     values = _Entry(entry.path, f"{entry.where}.decode_law", entry.values.get("decode_law"))
-    found = _coefficients(values, DecodeLaw().as_dict())
-    counts = {name: values.count(name, least=least) for name, least in (("slots", 1), ("splits", 0))}
-    for name, count in counts.items():
-        if count > MOST_SLOTS:
-            values.fail(name, count, f"at most {MOST_SLOTS}")
-    return DecodeLaw(**found, **counts, even=values.values.get("even") is True)
+    counts = {name: values.count(name, least, MOST_SLOTS) for name, least in (("slots", 1), ("splits", 0))}
+    return DecodeLaw(**_coefficients(values, DecodeLaw().as_dict()), **counts, even=values.values.get("even") is True)
 
 
 def _coefficients(values: _Entry, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,10 +373,7 @@ def _prefill_law(entry: _Entry) -> PrefillLaw | None:
         return None
     law = _Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
     prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
-    counts = [law.count(name, least=1) for name in ("slots", "rows", "stride")]
-    for name, count in zip(("slots", "rows", "stride"), counts, strict=True):
-        if count > MOST_SLOTS:
-            law.fail(name, count, f"at most {MOST_SLOTS}")
+    counts = [law.count(name, 1, MOST_SLOTS) for name in ("slots", "rows", "stride")]
     return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts)
 
 
