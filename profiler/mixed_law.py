@@ -30,7 +30,8 @@ TOGETHER = 1024
 BLOCK_STEPS = (0.25, 0.5, 1.0)
 EMPTY_STEPS = (0.05, 0.1, 0.2)
 """What blocks may cost besides their context, and blocks with nothing to do, in steps: a fit tries these."""
-SAMPLE = 400
+SAMPLE, MOST_ROWS = 400, 4000
+"""Batches that the costs of blocks are chosen on, and prices fitted to."""
 CACHES = (40.0, 80.0, 160.0, 320.0)
 """Thousands of tokens of one KV head that a cache may hold: where a fit starts."""
 MISSES_FROM, MISSES_ALL = 0.8, 1.6
@@ -95,8 +96,8 @@ def fit_mixed_law(
 ) -> MixedLaw:
     """The law with the least relative error over (tokens, prefix, decodes, context) `columns`.
 
-    deal: slots, rows, stride of the chunks' own law. What blocks cost is chosen on a sample; prices are then fitted to
-    all rows, outliers weighted down.
+    deal: slots, rows, stride of the chunks' own law. What blocks cost is chosen on a small sample, prices are then
+    fitted to a large one, outliers weighted down.
     """
     from scipy.optimize import least_squares
 
@@ -104,10 +105,10 @@ def fit_mixed_law(
     times = np.asarray(us, float)
     cores, rows, stride = deal
     law = MixedLaw(4.0, 4.0, 0.5, 0.5, 0.1, 2.0, 0.3, 160.0, 0.5, 1.0, cores, rows, stride, heads // kv_heads)
-    chosen = np.random.default_rng(0).permutation(len(times))[:SAMPLE]
+    chosen = np.random.default_rng(0).permutation(len(times))
     names = ("launch", "step", "write", "read", "cache", "apart", "beside")
 
-    def fitted(law: MixedLaw, some: Array, measured: Array) -> tuple[float, MixedLaw]:
+    def fitted(law: MixedLaw, some: Array, measured: Array, tries: int = 40) -> tuple[float, MixedLaw]:
         steps = dealt(heads, some, law)
 
         def law_of(x: Array) -> MixedLaw:
@@ -116,19 +117,20 @@ def fit_mixed_law(
         start = np.log([getattr(law, name) for name in names])
         found = least_squares(
             lambda x: np.log(law_of(x)._priced(heads, some, steps) / measured),
-            start, loss="soft_l1", f_scale=0.02, bounds=(start - 3.0, start + 3.0), max_nfev=40,
+            start, loss="soft_l1", f_scale=0.02, bounds=(start - 3.0, start + 3.0), max_nfev=tries,
         )  # fmt: skip
         return float(found.cost), law_of(found.x)
 
-    some, measured = shapes[chosen], times[chosen]
+    some, measured = shapes[chosen[:SAMPLE]], times[chosen[:SAMPLE]]
     starts = [replace(law, cache=cache) for cache in CACHES]
     law = min((fitted(start, some, measured) for start in starts), key=lambda one: one[0])[1]
     tried = (
         replace(law, block=block, decode_block=decode_block, empty=empty)
         for block, decode_block, empty in product(BLOCK_STEPS, BLOCK_STEPS, EMPTY_STEPS)
     )
-    law = min((fitted(one, some, measured) for one in tried), key=lambda one: one[0])[1]
-    return fitted(law, shapes, times)[1]
+    law = min((fitted(one, some, measured, 6) for one in tried), key=lambda one: one[0])[1]
+    many = chosen[:MOST_ROWS]
+    return fitted(law, shapes[many], times[many])[1]
 
 
 _known: dict[tuple[object, ...], float] = {}
