@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from metrics.events import LEAP, STRAIGHT, Leaps, Stretch
 
 Ints = NDArray[np.int64]
+_RARE = ("dummy_tokens", "executed_rows", "waiting", "replica")
 Columns = dict[str, NDArray[Any]]
 Entries = tuple[Ints, Ints, Ints]
 """Entries of a list column: the rows that have some, how many each has, and [fields, entries] in order of the rows."""
@@ -57,7 +58,9 @@ def fill_leaps(columns: Columns, numbers: Ints, leaps: Leaps, rows: Ints) -> Ent
     """Fill the rows of all leaps; returns their cohorts. numbers: [LEAP, leaps]; rows: where the iterations belong."""
     steps = ints(leaps.steps)
     elapsed = counts_up(steps)
-    first = dict(zip(LEAP, np.repeat(numbers, steps, axis=1)))
+    # Columns are full of zeros already.
+    zero = {name for name, each in zip(LEAP, numbers) if name in _RARE and not each.any()}
+    first = {name: np.repeat(each, steps) for name, each in zip(LEAP, numbers) if name not in zero}
     ends = _joined(leaps.ends_ns)
     before, after = first["host_before_s"], first["host_after_s"]
     follows = np.concatenate([first["planned_s"][:1], ends[:-1]])
