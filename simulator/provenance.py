@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from policies import knobs_of
+from policies.compiling import how_built
 from policies.draft import UNLIMITED
 from profiler import load_hardware, load_model_spec
 from workloads import Trace
@@ -125,8 +126,8 @@ def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int
 
 
 def versions() -> Mapping[str, str]:
-    """Versions of Python and of the libraries that a result depends on."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of the libraries that a result depends on, and whether the hot modules are compiled."""
+    found = {"python": platform.python_version(), "core": how_built()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
