@@ -248,6 +248,8 @@ class Scheduler(Lockstep):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
+        if host.micro_batches > 1:
+            self.mark_repeatable(batch)
         return batch
 
     def complete(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Outcome:
