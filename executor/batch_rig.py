@@ -21,6 +21,7 @@ from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.runner import Result, Runner, Text
 from executor.sampler import GREEDY
+from executor.speed_gauge import SpeedGauge
 from metrics import Recorder
 from policies import BatchShape, Ns, Policy, Request, make_scheduler
 from profiler.plan import Point
@@ -38,7 +39,8 @@ WARM_STEPS = 12
 
 
 class Timing(NamedTuple):
-    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one."""
+    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
+    gauge_ns: what the speed gauge took just before, 0 without one."""
 
     shape: BatchShape
     before_ns: Ns
@@ -47,6 +49,7 @@ class Timing(NamedTuple):
     cpu_ns: int
     wall_ns: Ns
     executed_rows: int = 0
+    gauge_ns: int = 0
 
 
 @dataclass
@@ -110,6 +113,8 @@ class BatchRig(LiveEngine):
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
+        # On a CPU: sampled before a point is led in, so that it costs the measured step none of its caches.
+        self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
 
     def warm(self, points: Sequence[Point]) -> None:
         """Capture the graphs that these points will run through, so that no measurement pays for one."""
@@ -127,6 +132,7 @@ class BatchRig(LiveEngine):
 
     def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
+        gauge_ns = self.gauge.sample() if self.gauge is not None else 0
         most = self.scheduler.max_model_len - WARM_STEPS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -145,7 +151,7 @@ class BatchRig(LiveEngine):
                 chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
             if before_step is not None:
                 before_step()
-            return self._step(chunks, point.shape)
+            return self._step(chunks, point.shape)._replace(gauge_ns=gauge_ns)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
             for cohort in self.scheduler.take_retired():

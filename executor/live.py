@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +68,7 @@ def replay_live(
     on_ended: Callable[[Track], None] | None = None,
     stop_ids: tuple[int, ...] = (),
     cost: CostModel | None = None,
+    between: Callable[[], None] | None = None,
     **options: Any,
 ) -> LiveRun:
     """Serve `trace` with a real model under one policy.
@@ -77,7 +76,7 @@ def replay_live(
     options: fields of `LiveConfig`; a name that is none of them has to be a knob of the policy. loaded: a model that
     is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids. cost: what
     iterations of this engine are expected to take, for policies that plan by time. on_token(row, token) and
-    on_ended(track) are called while the run goes on.
+    on_ended(track) are called while the run goes on, between() after every batch (see `executor.speed_gauge`).
 
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
@@ -94,7 +93,7 @@ def replay_live(
         with load_for(config, longest) as loaded:
             return replay_live(
                 trace, config, loaded=loaded, prompts=prompts, progress=progress, on_token=on_token,
-                on_ended=on_ended, stop_ids=stop_ids, cost=cost,
+                on_ended=on_ended, stop_ids=stop_ids, cost=cost, between=between,
             )  # fmt: skip
     max_model_len = min(longest, loaded.max_tokens)
     devices = devices_of(loaded)
@@ -134,6 +133,7 @@ def replay_live(
         inside=None if cost is None else cost.inside,
         on_end=on_end,
         on_ended=on_ended,
+        between=between,
     )
     devices.make_ready(runner, scheduler, costs)
     gc.collect()
@@ -288,13 +288,12 @@ def _finish(
     facts: Mapping[str, Any],
 ) -> LiveRun:
     from metrics import summarise
+    from metrics.slo import parse_objectives
 
     tables = recorder.tables()
     tables.config = {**_run_config(trace, config, policy, scheduler, runner, outcome, max_model_len), **facts}
-    warmup: int | str = 0
-    if config.warmup is not None:
-        warmup = int(config.warmup) if config.warmup.isdigit() else config.warmup
-    summary = summarise(tables, warmup=warmup, slo=config.slo)
+    slo = parse_objectives(config.slo) if config.slo else None
+    summary = summarise(tables, warmup=config.warmup or 0, slo=slo)
     return LiveRun(tables, tables.config, summary, outcome)
 
 
@@ -307,6 +306,7 @@ def _run_config(
     outcome: Outcome,
     max_model_len: int,
 ) -> dict[str, Any]:
+    from metrics.run_folder import versions_of
     from profiler.work import byte_coefficients, flop_coefficients
 
     loaded = runner.loaded
@@ -332,23 +332,16 @@ def _run_config(
         "block_size": config.block_size,
         "num_blocks": scheduler.ledger.total_blocks,
         "watermark_blocks": scheduler.watermark_blocks,
-        "slots": max(1, scheduler.ledger.slots),
+        "slots": max(1, scheduler.ledger.slots // scheduler.host.micro_batches),
         "chunk_size": knobs.get("chunk_size"),
-        "trace": {
-            "name": trace.name,
-            "format": trace.source_format,
-            "requests": len(trace),
-            "span_s": float(trace.arrival_ns[-1] - trace.arrival_ns[0]) / 1e9,
-            "notes": list(trace.notes),
-            "provenance": dict(trace.provenance),
-        },
+        "trace": trace.facts(),
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
         "memory": _memory_facts(scheduler, runner),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,
         "cpu_s": outcome.cpu_s,
-        "versions": _versions(),
+        "versions": versions_of(PACKAGES),
         "model_flops": flop_coefficients(loaded.source.spec),
         **({"model_bytes": byte_coefficients(loaded.source.spec, dtype, kv_dtype)} if countable else {}),
     }
@@ -372,13 +365,3 @@ def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
 
 def _limit(value: int) -> int | None:
     return None if value >= UNLIMITED else value
-
-
-def _versions() -> Mapping[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source"
-    return found

@@ -205,7 +205,7 @@ class _Log:
         entry = {
             "key": key, "why": why, "shape": timing.shape, "before_ns": timing.before_ns, "device_ns": timing.device_ns,
             "after_ns": timing.after_ns, "cpu_ns": timing.cpu_ns, "wall_ns": timing.wall_ns, "at_s": round(at_s, 6),
-            "executed_rows": timing.executed_rows,
+            "executed_rows": timing.executed_rows, "gauge_ns": timing.gauge_ns,
         }  # fmt: skip
         self.rows.append(entry)
         self.done.add(key)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.agreement import Agreement, agreement, scheduler_of
-from experiments.drift import Probe, speed_around
+from experiments.drift import Probe, gauged_speed, speed_around, write_gauge
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
@@ -42,7 +42,8 @@ DRY_LOAD = 1.15
 class Result:
     """What a validation found; everything that its report says.
 
-    fed: the simulator with measured durations, or why not.
+    fed: the simulator with measured durations, or why not. gauged: of each live run how slow the machine was by its
+    gauge, and how slow the run's own iterations were, both over the model (1: as profiled).
     """
 
     settings: Settings
@@ -61,6 +62,7 @@ class Result:
     simulated: dict[tuple[float, str], RunTables] = field(default_factory=dict)
     live: dict[tuple[float, str], list[RunTables]] = field(default_factory=dict)
     bubbles: list[BubbleComparison] = field(default_factory=list)
+    gauged: dict[str, tuple[float, float]] = field(default_factory=dict)
     took_s: float = 0.0
 
 
@@ -228,7 +230,10 @@ class Validation:
                 f"live: {policy.label} at {load:.0%} load, repeat {repeat + 1} ({number + 1} of {len(todo)}, "
                 f"at least {spans:.0f} s)"
             )
-            run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks)
+            gauge = self.live_side.new_gauge()
+            run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks, gauge=gauge)
+            if gauge is not None:
+                write_gauge(self._gauge_file(repeat, load, policy), gauge.samples)
             run.write(self._live_folder(repeat, load, policy))
         if todo and not self.settings.engine.is_sharded:
             self._probe(model, plan, "after the last run")
@@ -255,8 +260,11 @@ class Validation:
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
+                    gauged = gauged_speed(self._gauge_file(repeat, load, policy), model)
+                    if gauged is not None:
+                        result.gauged[name] = (gauged, residuals[-1].slowness)
                     for speed, found in (
-                        (speed_around(result.probes, name), at_probed_speed),
+                        (gauged or speed_around(result.probes, name), at_probed_speed),
                         (residuals[-1].slowness, at_live_speed),
                     ):
                         found.append(self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary)
@@ -341,6 +349,10 @@ class Validation:
 
     def _live_folder(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
         return self._folder(load) / "live" / f"{file_name(policy.label)}-{repeat + 1}"
+
+    def _gauge_file(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
+        folder = self._live_folder(repeat, load, policy)
+        return folder.with_name(folder.name + ".gauge.json")
 
     def _claim_folder(self) -> None:
         file = self.out / "settings.json"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.drift import changed, typical_speed
@@ -117,7 +119,7 @@ def in_short(result: Result) -> list[str]:
     probed = [row.rescaled_verdict for row in aimed]
     if any(probed):
         found.append(
-            "The same at the speed that the probes right before and after each live run found: "
+            f"The same at the speed that {_told_by(result)}: "
             f"{probed.count(WITHIN_AIM)} within the aim, {probed.count(WITHIN_SPREAD)} more within the spread, "
             f"{probed.count(OUTSIDE)} outside."
         )
@@ -128,6 +130,7 @@ def in_short(result: Result) -> list[str]:
             f"{sorted(left)[len(left) // 2]:.1%} in the middle of these statistics, {max(left):.1%} at most. The rest "
             "of the error is the level of the costs."
         )
+    found += gauge_in_short(result.gauged)
     found += trust(result.comparisons)
     for family, title in FAMILIES:
         errors = [row for row in result.comparisons if row.statistic == f"{family}_mean"]
@@ -173,6 +176,25 @@ def in_short(result: Result) -> list[str]:
     return found
 
 
+def _told_by(result: Result) -> str:
+    if result.gauged:
+        return "a gauge of fixed work beside each live run told"
+    return "the probes right before and after each live run found"
+
+
+def gauge_in_short(gauged: Mapping[str, tuple[float, float]]) -> list[str]:
+    """How far the machine moved between runs, and how well the gauge told how slow the runs' own iterations were."""
+    if not gauged:
+        return []
+    told, own = np.array(list(gauged.values())).T
+    apart = np.abs(told / own - 1)
+    return [
+        f"Gauge: the machine took {told.min():.2f} to {told.max():.2f} of the profile's time during the live runs "
+        f"({np.exp(np.log(told).mean()):.2f} on average); how slow a run's own iterations were it told within "
+        f"{np.median(apart):.1%} in the middle, {apart.max():.1%} at most."
+    ]
+
+
 def trust(comparisons: Sequence[Comparison]) -> list[str]:
     """How often the intervals held, and the error of all live runs together; no sentence where there is too little."""
     aimed = [row for row in comparisons if row.aim is not None]
@@ -186,6 +208,7 @@ def trust(comparisons: Sequence[Comparison]) -> list[str]:
     for predicted, opening in (
         ("simulated", "Over all {} live runs together, means (± standard error)"),
         ("expected", "The same for the mean of the ensemble, which knows that the machine wanders"),
+        ("rescaled", "The same at the speed told beside the runs"),
     ):
         pooled = {
             title: error

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from metrics.report import comparison_table, differences
     from metrics.request_bubbles import request_bubble_ns
     from metrics.run_folder import is_run_folder, read_run, write_run
-    from metrics.slo import parse_slo
-    from metrics.summary import parse_warmup, summarise, summarise_classes
+    from metrics.slo import parse_slo, parse_warmup
+    from metrics.summary import summarise, summarise_classes
     from metrics.summary_keys import SUMMARY_KEYS
     from metrics.tables import RunTables
     from metrics.timeline import parse_window, write_timeline
@@ -35,7 +35,7 @@ _HOME = {
     "find_bubbles": "metrics.bubbles",
     "is_run_folder": "metrics.run_folder",
     "parse_slo": "metrics.slo",
-    "parse_warmup": "metrics.summary",
+    "parse_warmup": "metrics.slo",
     "parse_window": "metrics.timeline",
     "read_run": "metrics.run_folder",
     "request_bubble_ns": "metrics.request_bubbles",

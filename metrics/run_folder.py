@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from policies.compiling import how_built
 from policies.input_file import read_json
 from policies.output_file import check_place
 
@@ -162,6 +165,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MetricsError(f"{file}: found a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of libraries that a result depends on, for config.json; whether the core is compiled."""
+    found = {"python": platform.python_version(), "core": how_built()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source"
+    return found
 
 
 def json_ready(value: Any) -> Any:

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
+from policies.input_file import read_json
+from policies.output_file import write_text
 from policies.request import Ns
 from profiler.errors import ProfileError
 from profiler.iteration_model import IterationFit, IterationModel, host_amounts, read_fit, write_fit
@@ -165,15 +167,13 @@ def write_staged(fit: StagedFit, path: Path) -> None:
         "format": FORMAT, "stages": len(fit.stages), "sends": fit.sends, "host_before": fit.host_before,
         "host_after": fit.host_after, "provenance": dict(fit.provenance),
     }  # fmt: skip
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n", ProfileError)
 
 
 def read_staged(path: Path) -> StagedFit:
     """What `write_staged` wrote; ProfileError for anything else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path, ProfileError)
         if document["format"] != FORMAT:
             raise ProfileError(f"{path}: found {document['format']!r}, expected {FORMAT!r}")
         return StagedFit(
@@ -183,7 +183,7 @@ def read_staged(path: Path) -> StagedFit:
             (float(document["host_after"][0]), float(document["host_after"][1])),
             document["provenance"],
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         if isinstance(error, ProfileError):
             raise
         raise ProfileError(f"{path}: cannot be read as a staged model: {error!r}") from None
