@@ -17,7 +17,7 @@ class Queues:
     waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
     planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
     num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
-    changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends.
+    changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends, or blocks are freed.
     """
 
     __slots__ = (

@@ -154,6 +154,7 @@ class Scheduler(Lockstep):
                     self.queues.dequeue(track)
                 if track.blocks:
                     self.ledger.release(track)
+                    self.queues.changes += 1
                 if self.swap is not None:
                     self.swap.forget(request_id)
             self._forget(track, unplanned)
