@@ -314,13 +314,12 @@ class Scheduler(Lockstep):
         track.order = self._admissions
         self._admissions += 1
         track.status = "running"
+        hit = cached - track.computed
         if track.admitted_ns < 0:
             track.admitted_ns = now_ns
+            track.cached_total = hit  # what a preempted request finds of its own later was not saved
         track.own_context = cached
-        if cached:
-            hit = cached - track.computed
-            track.cached_total += hit
-            queues.prefill_tokens -= hit
+        queues.prefill_tokens -= hit
         queues.count_running(track, 1)
         queues.parts.append(track)
         queues.parts_changed()
