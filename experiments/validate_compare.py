@@ -177,8 +177,10 @@ class Ranking:
         return asdict(self)
 
 
-def rank(comparisons: Sequence[Comparison], statistics: Sequence[str] = RANKED) -> list[Ranking]:
-    """One ranking per statistic and load; nothing to rank with fewer than two policies."""
+def rank(
+    comparisons: Sequence[Comparison], statistics: Sequence[str] = RANKED, predicted: str = "simulated"
+) -> list[Ranking]:
+    """One ranking per statistic and load, by `simulated` or `rescaled`; nothing to rank below two policies."""
     found = []
     for load in sorted({row.load for row in comparisons}):
         for statistic in statistics:
@@ -190,11 +192,11 @@ def rank(comparisons: Sequence[Comparison], statistics: Sequence[str] = RANKED) 
                 if one.repeats < 2 or (one.live_low <= other.live_high and other.live_low <= one.live_high):
                     continue
                 decided += 1
-                if (one.live < other.live) != (one.simulated < other.simulated):
+                if (one.live < other.live) != (getattr(one, predicted) < getattr(other, predicted)):
                     wrong.append((one.policy, other.policy))
             pairs = len(rows) * (len(rows) - 1) // 2
             live_order = tuple(row.policy for row in sorted(rows, key=lambda row: row.live))
-            simulated_order = tuple(row.policy for row in sorted(rows, key=lambda row: row.simulated))
+            simulated_order = tuple(row.policy for row in sorted(rows, key=lambda row: getattr(row, predicted)))
             found.append(
                 Ranking(
                     statistic, load, pairs, decided, decided - len(wrong), live_order, simulated_order, tuple(wrong)

@@ -11,7 +11,7 @@ from experiments.document import Block, Bullets, Heading, Table, Text, write_doc
 from experiments.stage_files import write_json
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
-from experiments.validate_report import MARKS, in_short, trust, write_report
+from experiments.validate_report import MARKS, in_short, ranked_as_told, trust, write_report
 from experiments.validate_settings import Settings
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def overall(done: Sequence[tuple[Part, Result]], total: int) -> list[Block]:
                 f"Batch agreement: {matched:,} of {batches:,} live batches planned again; "
                 f"{sum(found.exact for found in agreements)} of {len(agreements)} runs exact to the last token.",
                 f"Ranking: {sum(found.agreed for found in rankings)} of {sum(found.decided for found in rankings)} "
-                "decided pairs of policies in the live order.",
+                "decided pairs of policies in the live order, "
+                f"{sum(ranked_as_told(result) for _, result in done)} at the speed told beside each live run.",
                 f"Lost requests: {lost}.",
             ]
         ),

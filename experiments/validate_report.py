@@ -14,7 +14,7 @@ from experiments.document import Block, Bullets, Heading, Picture, Table, Text, 
 from experiments.drift import changed, typical_speed
 from experiments.errors import ExperimentError
 from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
-from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, pooled_error
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, pooled_error, rank
 from metrics.report import format_value
 from policies.output_file import write_text
 
@@ -154,7 +154,10 @@ def in_short(result: Result) -> list[str]:
         )
     decided, agreed = sum(r.decided for r in result.rankings), sum(r.agreed for r in result.rankings)
     if result.rankings:
-        found.append(f"Ranking: {agreed} of {decided} decided pairs of policies in the live order.")
+        found.append(
+            f"Ranking: {agreed} of {decided} decided pairs of policies in the live order"
+            + (f", {ranked_as_told(result)} at the speed told beside each live run." if any(probed) else ".")
+        )
     found += bubbles_in_short(result.bubbles)
     ends = ", ".join(f"{count} {status}" for status, count in sorted(result.ends.items()))
     found.append(f"Requests over all live runs: {ends}; lost: {result.lost}.")
@@ -180,6 +183,11 @@ def _told_by(result: Result) -> str:
     if result.gauged:
         return "a gauge of fixed work beside each live run told"
     return "the probes right before and after each live run found"
+
+
+def ranked_as_told(result: Result) -> int:
+    """Decided pairs in the live order where each policy is predicted at the speed that its own live runs had."""
+    return sum(found.agreed for found in rank(result.comparisons, predicted="rescaled"))
 
 
 def gauge_in_short(gauged: Mapping[str, tuple[float, float]]) -> list[str]:
