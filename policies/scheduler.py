@@ -154,6 +154,7 @@ class Scheduler(Lockstep):
                     self.queues.dequeue(track)
                 if track.blocks:
                     self.ledger.release(track)
+                    self.queues.changes += 1
                 if self.swap is not None:
                     self.swap.forget(request_id)
             self._forget(track, unplanned)
@@ -248,6 +249,8 @@ class Scheduler(Lockstep):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
+        if host.micro_batches > 1:
+            self.mark_repeatable(batch)
         return batch
 
     def complete(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Outcome:
