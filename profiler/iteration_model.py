@@ -32,9 +32,11 @@ VERSION = 1
 MAX_BYTES = 8 << 20
 MAX_ROWS = 1 << 20
 
+CONTEXT_LEVELS = (4096, 16384, 65536)
+"""Contexts of all decodes, in tokens, beyond which each further one may cost more: they no longer fit a cache."""
 AMOUNTS = (
     "steps", "sampled", "chunks", "chunk_pairs", "chunk_context", "decodes", "decode_context", "decode_context_max",
-    "mixed",
+    "mixed", *(f"decode_context_over_{size}" for size in CONTEXT_LEVELS),
 )  # fmt: skip
 """What a shape is charged for beside its rows. steps: 1. chunk_pairs: query-key pairs of all chunks. chunk_context:
 prefix + tokens of every chunk, added up. decode_context: contexts of all decodes. mixed: 1 with chunks and decodes."""
@@ -139,7 +141,7 @@ class IterationModel:
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time in ns; the simulator's inner loop, `predict_ns` is its vector twin."""
         chunks, decodes, total, largest, dummy, sampled, executed = shape
-        step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed = self._prices
+        step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed, *beyond = self._prices
         rows = decodes
         ns = int(step + 0.5) + int(sampled * p_sampled + 0.5)
         if chunks:
@@ -153,6 +155,10 @@ class IterationModel:
                 ns += int(p_mixed + 0.5)
         if decodes:
             ns += int(decodes * p_decode + 0.5) + int(total * p_total + 0.5) + int(largest * p_largest + 0.5)
+            for size, price in zip(CONTEXT_LEVELS, beyond):
+                if total <= size:
+                    break
+                ns += int((total - size) * price + 0.5)
         rows += dummy
         if executed > rows:
             rows = executed
@@ -170,9 +176,10 @@ class IterationModel:
         ahead = np.arange(steps, dtype=np.int64)
         decodes = shape.decodes
         total, largest = shape.decode_context_total + ahead * decodes, shape.decode_context_max + ahead * (decodes > 0)
-        p_total, p_largest = self._prices[6], self._prices[7]
-        rest = self.stage_ns(shape) - int(shape[2] * p_total + 0.5) - int(shape[3] * p_largest + 0.5)
-        return np.asarray(_rounded(total, p_total) + _rounded(largest, p_largest) + rest)
+        grown = _rounded(total, self._prices[6]) + _rounded(largest, self._prices[7])
+        for size, price in zip(CONTEXT_LEVELS, self._prices[9:]):
+            grown += _rounded(np.maximum(total - size, 0), price)
+        return np.asarray(grown + (self.stage_ns(shape) - grown[:1]))
 
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
@@ -256,6 +263,7 @@ def amounts(columns: ShapeColumns) -> Column:
         [
             np.ones(len(columns), np.int64), columns.sampled, chunks, pairs, held, decodes,
             columns.decode_context_total, columns.decode_context_max, ((chunks > 0) & (decodes > 0)).astype(np.int64),
+            *(np.maximum(columns.decode_context_total - size, 0) for size in CONTEXT_LEVELS),
         ],
         axis=1,
     )  # fmt: skip

@@ -159,8 +159,8 @@ def test_a_fit_reads_back_and_is_loaded_like_any_cost_model(tmp_path: Path, mode
     ("change", "message"),
     [
         ({"version": 9}, "expected 'charioteer fitted iterations' version 1"),
-        ({"prices": [1.0]}, "prices: found .* expected 9 numbers"),
-        ({"prices": ["a"] * 9}, "prices: found"),
+        ({"prices": [1.0]}, "prices: found .* expected 12 numbers"),
+        ({"prices": ["a"] * 12}, "prices: found"),
         ({"drift": -1}, "drift: found"),
         ({"bounds": {"rows": 3}}, "bounds: found"),
         ({"amounts": ["steps"]}, "not those of this version"),
