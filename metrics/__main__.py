@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from metrics.columns import MetricsError
-from policies.command_line import one_line, run_command
+from policies.command_line import run_command
 
 app = typer.Typer(
     help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
@@ -28,22 +26,7 @@ WarmupOption = Annotated[str, typer.Option(help="Left out of the statistics: a n
 SloOption = Annotated[str, typer.Option(help="Objective, such as ttft_p99=2,tbt_p99=0.2.")]
 
 
-def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input is one line on stderr and exit code 2, never a traceback."""
-
-    @wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except MetricsError as error:
-            print(f"error: {one_line(error)}", file=sys.stderr)
-            raise typer.Exit(2) from None
-
-    return guarded
-
-
 @app.command()
-@one_line_errors
 def show(
     run: RunArgument,
     warmup: WarmupOption = "",
@@ -66,7 +49,6 @@ def show(
 
 
 @app.command()
-@one_line_errors
 def diff(
     first: RunArgument, second: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False
 ) -> None:
@@ -82,7 +64,6 @@ def diff(
 
 
 @app.command("token-times")
-@one_line_errors
 def token_times(
     run: RunArgument,
     request: Annotated[int, typer.Option(help="Request, as numbered in requests.parquet.")],
@@ -117,7 +98,6 @@ def token_times(
 
 
 @app.command()
-@one_line_errors
 def figures(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to draw together.")],
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
@@ -131,7 +111,6 @@ def figures(
 
 
 @app.command()
-@one_line_errors
 def bubbles(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for Gantt, shares and CDF.")] = None,
@@ -181,7 +160,6 @@ def bubbles(
 
 
 @app.command()
-@one_line_errors
 def timeline(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="Where to write it; RUN/timeline.json unless given.")] = None,
@@ -203,7 +181,6 @@ def _labelled(runs: list[Path]) -> dict[str, Path]:
 
 
 @app.command()
-@one_line_errors
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to report on together.")],
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),

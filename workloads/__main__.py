@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from policies.command_line import one_line, run_command
+from policies.command_line import run_command
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
@@ -71,7 +71,7 @@ def describe(
     if figure is not None:
         from workloads.picture import draw
 
-        _guarded(lambda: draw(requests, figure))
+        draw(requests, figure)
     if as_json:
         print(json.dumps(numbers, indent=2))
     else:
@@ -173,8 +173,7 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Makes a trace from distributions, a preset, or one of SARATHI's extreme cases, and writes it."""
-    given = locals()
-    _write(_guarded(lambda: _generated(given)), out)
+    _write(_generated(locals()), out)
 
 
 _READING = (
@@ -247,18 +246,15 @@ def _fixed(text: str, what: str) -> int:
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
-    def reading() -> Any:
-        from workloads.reader import read_trace
+    from workloads.reader import read_trace
 
-        rate_scale, limit = options.pop("rate_scale"), options.pop("limit")
-        window, timeout_s = options.pop("window"), options.pop("timeout")
-        window_s = None if window is None else _window(window)
-        trace = read_trace(path, window_s=window_s, timeout_s=timeout_s, **options)
-        if rate_scale != 1:
-            trace = trace.scaled(rate_scale)
-        return trace if limit is None else trace.head(limit)
-
-    trace = _guarded(reading)
+    rate_scale, limit = options.pop("rate_scale"), options.pop("limit")
+    window, timeout_s = options.pop("window"), options.pop("timeout")
+    window_s = None if window is None else _window(window)
+    trace = read_trace(path, window_s=window_s, timeout_s=timeout_s, **options)
+    if rate_scale != 1:
+        trace = trace.scaled(rate_scale)
+    trace = trace if limit is None else trace.head(limit)
     for note in trace.notes:
         print(f"note: {note}", file=sys.stderr)
     return trace
@@ -277,19 +273,8 @@ def _window(text: str) -> tuple[float, float]:
 def _write(trace: Any, out: Path) -> None:
     from workloads.write import write_trace
 
-    _guarded(lambda: write_trace(trace, out))
+    write_trace(trace, out)
     print(f"{out}: {len(trace):,} requests", file=sys.stderr)
-
-
-def _guarded(call: Any) -> Any:
-    """A wrong input ends in one line and exit code 2."""
-    from workloads.trace import TraceError
-
-    try:
-        return call()
-    except TraceError as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 def _print_table(numbers: dict[str, Any]) -> None:
