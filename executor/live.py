@@ -27,6 +27,7 @@ from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
 from executor.warm_up import measure_costs, warm_up
+from metrics import check_asked
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
@@ -82,6 +83,7 @@ def replay_live(
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
     config = _with_options(config or LiveConfig(), options)
+    check_asked(config.warmup, config.slo)
     if config.limit is not None:
         trace = trace.head(config.limit)
     if not len(trace):
@@ -291,10 +293,7 @@ def _finish(
 
     tables = recorder.tables()
     tables.config = {**_run_config(trace, config, policy, scheduler, runner, outcome, max_model_len), **facts}
-    warmup: int | str = 0
-    if config.warmup is not None:
-        warmup = int(config.warmup) if config.warmup.isdigit() else config.warmup
-    summary = summarise(tables, warmup=warmup, slo=config.slo)
+    summary = summarise(tables, warmup=config.warmup or 0, slo=config.slo)
     return LiveRun(tables, tables.config, summary, outcome)
 
 

@@ -34,7 +34,7 @@ class Price:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.amount, bool) or not isinstance(self.amount, int | float) or not 0 < self.amount < math.inf:
+        if isinstance(self.amount, bool) or not isinstance(self.amount, int | float) or not 1e-9 <= self.amount <= 1e12:
             raise ExperimentError(f"price: amount: found {self.amount!r}, expected a number above 0")
         if not isinstance(self.currency, str) or not self.currency.strip():
             raise ExperimentError(f"price: currency: found {self.currency!r}, expected one such as EUR")

@@ -57,8 +57,8 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
             bound_s = float(match[4])
         except ValueError:
             bound_s = math.nan
-        if not 0 < bound_s < math.inf:
-            raise MetricsError(f"SLO: {part.strip()!r}: found bound {match[4]!r}, expected seconds above 0")
+        if not 0 < bound_s < 1e9:
+            raise MetricsError(f"SLO: {part.strip()!r}: found bound {match[4]!r}, expected seconds above 0, below 1e9")
         percentile = float(match[3]) if match[3] else (100.0 if match[2] == "max" else None)
         if percentile is not None and percentile > 100:
             raise MetricsError(f"SLO: {part.strip()!r}: found percentile {match[3]}, expected at most 100")

@@ -8,13 +8,13 @@ in `metrics.summary_keys.SUMMARY_KEYS`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from metrics.asked import parse_warmup
 from metrics.columns import STATUSES, MetricsError, to_ns
 from metrics.memory_keys import memory_summary
 from metrics.slo import Bound, parse_slo, requests_within
@@ -164,14 +164,6 @@ def _window(requests: dict[str, NDArray[Any]], warmup: int | str) -> tuple[float
     measured = rank >= amount
     start = arrival[measured].min() if measured.any() else requests["finished_s"].max()
     return float(start), measured
-
-
-def parse_warmup(warmup: int | str) -> tuple[float, bool]:
-    """(amount, whether it is seconds) of a number of requests such as 100, or of seconds such as "30s"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s?)\s*", str(warmup))
-    if not match or (not match[2] and "." in match[1]):
-        raise MetricsError(f"warm-up: found {warmup!r}, expected a number of requests (100) or seconds (30s)")
-    return float(match[1]), bool(match[2])
 
 
 def _own_latencies(requests: dict[str, NDArray[Any]], finished: Bools) -> dict[str, Floats]:

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,7 +121,7 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             converted = float(text)
         else:
             converted = text if isinstance(value, str) or wanted is str else value
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise PolicyError(
             f"{owner}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
         ) from None
@@ -129,7 +130,7 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
         )
     if isinstance(converted, int | float) and not isinstance(converted, bool):
-        if converted != converted or (knob.least is not None and converted < knob.least):
+        if not math.isfinite(converted) or (knob.least is not None and converted < knob.least):
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at least {knob.least}")
         if knob.most is not None and converted > knob.most:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at most {knob.most}")

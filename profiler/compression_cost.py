@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from policies.batch import BatchShape
+from policies.input_file import read_json
+from policies.output_file import write_text
 from policies.request import Ns
 from profiler.cost_model import CostModel
 from profiler.dtypes import dtype_bytes
@@ -95,24 +97,19 @@ def values_per_token(model: ModelSpec, layers: int | None = None, tp: int = 1) -
 def write_prices(prices: Mapping[str, PackingPrices], path: Path, facts: Mapping[str, Any]) -> None:
     """Measured prices by coding (as kivi4), whole or not at all. facts: device, model and what else explains them."""
     content = {"format": FORMAT, **facts, "prices": {coding: asdict(found) for coding, found in prices.items()}}
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n", ProfileError)
 
 
 def read_prices(path: Path, compression: Compression) -> PackingPrices:
     """The prices of one coding from a file; raises ProfileError with the file and the entry at fault."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    content = read_json(path, ProfileError)
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("prices"), dict):
         raise ProfileError(f"{path}: found something else, expected {FORMAT!r} (`executor compression --costs`)")
     coding = f"{compression.coding}{compression.bits}"
     found = content["prices"].get(coding)
     names = {entry.name for entry in fields(PackingPrices)}
-    if not isinstance(found, dict) or not set(found) <= names or not {"pack_ns", "chunk_read_ns"} <= set(found):
-        raise ProfileError(f"{path}: found no prices of {coding}, it has {', '.join(sorted(content['prices']))}")
+    if not isinstance(found, dict) or not names - {"source", "measured"} <= set(found) <= names:
+        raise ProfileError(f"{path}: found no prices of {coding}, it has {', '.join(sorted(content['prices'])[:20])}")
     return PackingPrices(**{**found, "source": f"{path.name}: {found.get('source', '')}"[:200]})
 
 

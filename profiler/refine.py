@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
-from policies.input_file import LOG_BYTES, checked_file, parse_json, read_json, read_text
+from policies.input_file import LOG_BYTES, parse_json, read_json, read_text
 from profiler.errors import ProfileError
+from profiler.parquet import read_parquet
 from profiler.shapes import ShapeColumns
 
 if TYPE_CHECKING:
@@ -54,15 +55,7 @@ def read_step_log(path: str | Path) -> StepLog:
 
 
 def _from_run_folder(path: Path) -> StepLog:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(checked_file(path / "iterations.parquet", ProfileError))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, ProfileError):
-            raise
-        raise ProfileError(f"{path}: cannot be read as a run folder: {str(error).splitlines()[0]}") from None
+    table = read_parquet(path / "iterations.parquet")
     config = read_json(path / "config.json", ProfileError)
     if not isinstance(config, dict):
         raise ProfileError(f"{path}: found a config.json without settings, expected a run folder")

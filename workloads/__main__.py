@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from policies.command_line import run_command
+from policies.settings import whole_number
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
@@ -239,10 +240,10 @@ def _generated(given: dict[str, Any]) -> Any:
 def _fixed(text: str, what: str) -> int:
     from workloads.trace import TraceError
 
-    number = text.removeprefix("fixed:")
-    if not number.isdigit() or len(number) > 9:
+    number = whole_number(text.removeprefix("fixed:"))
+    if number is None:
         raise TraceError(f"--{what}: found {text[:40]!r}, expected fixed:N, since all requests of a case are alike")
-    return int(number)
+    return number
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
