@@ -179,4 +179,5 @@ def test_every_value_of_a_file_may_be_anything(name: str, place: Path) -> None:
                 assert_sound(run(*words(file)))
         except (Exception, TooLong) as error:
             faults.append(f"{what}: {type(error).__name__}: {str(error)[-300:]}")
+            print(faults[-1], flush=True)
     assert faults == [], f"{len(faults)}:\n" + "\n".join(faults)

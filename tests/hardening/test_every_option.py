@@ -142,4 +142,5 @@ def test_every_option_may_be_given_anything(package: str, command: str, folder: 
                     assert_sound(run(package, command, *base, *words))
             except (Exception, TooLong) as error:
                 faults.append(f"{option.opts[0]} {value[:40]!r}: {type(error).__name__}: {str(error)[-400:]}")
+                print(faults[-1], flush=True)
     assert faults == [], "\n".join(faults)
