@@ -21,6 +21,7 @@ from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.runner import Result, Runner, Text
 from executor.sampler import GREEDY
+from executor.speed_gauge import SpeedGauge
 from metrics import Recorder
 from policies import BatchShape, Ns, Policy, Request, make_scheduler
 from profiler.plan import Point
@@ -38,7 +39,8 @@ WARM_STEPS = 12
 
 
 class Timing(NamedTuple):
-    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one."""
+    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
+    gauge_ns: what the speed gauge took just before, 0 without one."""
 
     shape: BatchShape
     before_ns: Ns
@@ -47,28 +49,40 @@ class Timing(NamedTuple):
     cpu_ns: int
     wall_ns: Ns
     executed_rows: int = 0
+    gauge_ns: int = 0
+
+
+@dataclass
+class Script:
+    """The next step. wanted: tokens to prefill by request id. rows: of the whole step, its dummy rows included."""
+
+    wanted: Mapping[int, int] = field(default_factory=dict)
+    dummies: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
 class Scripted(Policy):
-    """Decodes everybody and admits exactly whom the script names. Not a policy to serve with."""
+    """Decodes everybody, admits exactly whom the script names and adds its dummy rows. Not a policy to serve with."""
 
     repeats: ClassVar[bool] = False
-    wanted: dict[int, int] = field(default_factory=dict)
+    script: Script = field(default_factory=lambda: Script())
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         draft.decode_all()
         for track in list(queues.waiting):
-            tokens = self.wanted.get(track.request.id, 0)
+            tokens = self.script.wanted.get(track.request.id, 0)
             if tokens:
                 draft.admit(track, tokens)
+        if self.script.dummies:
+            draft.pad_to(self.script.rows)
 
 
 class BatchRig(LiveEngine):
     """A live engine without arrivals: it serves one planned batch at a time."""
 
     def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
-        self._script: dict[int, int] = {}
+        self._script = Script()
         if longest > loaded.max_tokens:
             raise ExecutorError(
                 f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
@@ -79,7 +93,7 @@ class BatchRig(LiveEngine):
         blocks = most_tokens // block_size + 4096
         room = -(-longest // block_size)
         scheduler = make_scheduler(
-            Scripted(wanted=self._script), num_blocks=max(blocks, room), block_size=block_size, max_model_len=longest,
+            Scripted(script=self._script), num_blocks=max(blocks, room), block_size=block_size, max_model_len=longest,
             by_id=True,
         )  # fmt: skip
         cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
@@ -99,6 +113,8 @@ class BatchRig(LiveEngine):
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
+        # On a CPU: sampled before a point is led in, so that it costs the measured step none of its caches.
+        self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
 
     def warm(self, points: Sequence[Point]) -> None:
         """Capture the graphs that these points will run through, so that no measurement pays for one."""
@@ -116,6 +132,7 @@ class BatchRig(LiveEngine):
 
     def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
+        gauge_ns = self.gauge.sample() if self.gauge is not None else 0
         most = self.scheduler.max_model_len - WARM_STEPS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -134,7 +151,7 @@ class BatchRig(LiveEngine):
                 chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
             if before_step is not None:
                 before_step()
-            return self._step(chunks)
+            return self._step(chunks, point.shape)._replace(gauge_ns=gauge_ns)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
             for cohort in self.scheduler.take_retired():
@@ -153,9 +170,10 @@ class BatchRig(LiveEngine):
         self.runner.texts[number] = Text.of(ids, request.max_output_tokens, GREEDY, ())
         return number
 
-    def _step(self, wanted: Mapping[int, int]) -> Timing:
-        self._script.clear()
-        self._script.update(wanted)
+    def _step(self, wanted: Mapping[int, int], shape: BatchShape | None = None) -> Timing:
+        script = self._script
+        script.wanted = wanted
+        script.dummies, script.rows = (0, 0) if shape is None else (shape.dummy_tokens, shape.rows)
         batch = self.scheduler.plan(self._admit())
         if batch is None:
             raise ExecutorError("a planned batch cannot be set up: nothing was granted")

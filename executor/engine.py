@@ -103,7 +103,8 @@ class LiveEngine:
 
     sampling: row -> how it samples. pinned: outputs have the trace's lengths; otherwise they end at the declared limit
     or at a stop id. on_ended: told of every request that has reached the engine and ended, however it did.
-    inside(shape): whether a shape lies in a cost model's measured region (for the records only).
+    inside(shape): whether a shape lies in a cost model's measured region (for the records only). between: called after
+    every completed batch (of one process only); its time is host time of the next.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class LiveEngine:
         on_end: Callable[[int, Text], None] | None = None,
         on_ended: Callable[[Track], None] | None = None,
         inside: Callable[[Any], bool] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> None:
         self.scheduler, self.runner, self.recorder = scheduler, runner, recorder
         self.trace, self.prompts, self.sampling = trace, prompts, sampling
         self.stop_ids, self.pinned, self.progress, self.on_token = stop_ids, pinned, progress, on_token
-        self.inside, self.on_end, self.on_ended = inside, on_end, on_ended
+        self.inside, self.on_end, self.on_ended, self.between = inside, on_end, on_ended, between
         self.arrivals = Arrivals(trace, time_scale, at_once)
         self.outcome = Outcome()
         self._ahead = scheduler.depth > 1
@@ -193,6 +195,8 @@ class LiveEngine:
             stuck = self._fill(self._admit(), worker)
             if flights:
                 self._complete(flights.popleft())
+                if self.between is not None:
+                    self.between()
             elif stuck:
                 self._wait()
         while flights:

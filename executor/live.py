@@ -71,6 +71,7 @@ def replay_live(
     on_ended: Callable[[Track], None] | None = None,
     stop_ids: tuple[int, ...] = (),
     cost: CostModel | None = None,
+    between: Callable[[], None] | None = None,
     **options: Any,
 ) -> LiveRun:
     """Serve `trace` with a real model under one policy.
@@ -78,7 +79,7 @@ def replay_live(
     options: fields of `LiveConfig`; a name that is none of them has to be a knob of the policy. loaded: a model that
     is loaded already (it then overrides the config's model, device and dtypes). prompts: row -> token ids. cost: what
     iterations of this engine are expected to take, for policies that plan by time. on_token(row, token) and
-    on_ended(track) are called while the run goes on.
+    on_ended(track) are called while the run goes on, between() after every batch (see `executor.speed_gauge`).
 
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
@@ -96,7 +97,7 @@ def replay_live(
         with load_for(config, longest) as loaded:
             return replay_live(
                 trace, config, loaded=loaded, prompts=prompts, progress=progress, on_token=on_token,
-                on_ended=on_ended, stop_ids=stop_ids, cost=cost,
+                on_ended=on_ended, stop_ids=stop_ids, cost=cost, between=between,
             )  # fmt: skip
     max_model_len = min(longest, loaded.max_tokens)
     devices = devices_of(loaded)
@@ -136,6 +137,7 @@ def replay_live(
         inside=None if cost is None else cost.inside,
         on_end=on_end,
         on_ended=on_ended,
+        between=between,
     )
     devices.make_ready(runner, scheduler, costs)
     gc.collect()

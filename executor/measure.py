@@ -28,6 +28,8 @@ Progress = Callable[[float, float, str], None]
 
 UNSURE_PER_ROUND = 16
 OPERATOR_POINTS = 10
+ONCE_ABOVE = 0.01
+"""Share of the budget above which a batch is measured once and not repeated."""
 
 
 def measure_plan(
@@ -123,7 +125,8 @@ def _run_round(
     until_s: float,
     say: Progress,
 ) -> None:
-    """Every point `repeats` times in random order; a round begun is finished unless the time is up."""
+    """Every point `repeats` times in random order (a long one once); a round is finished unless the time is up."""
+    long: set[int] = set()
     rng = np.random.default_rng([plan.seed, 1, number])
     order = [(at, repeat) for repeat in range(plan.repeats) for at in range(len(points))]
     # Repeats of a point lie apart: each pass over the points has an order of its own.
@@ -133,9 +136,11 @@ def _run_round(
             key = (number, part[at][0], repeat)
             if key in log.done:
                 continue
-            if clock.spent_s >= until_s and number:
-                return
+            if (clock.spent_s >= until_s and number) or part[at][0] in long:
+                continue
             timing = rig.measure(points[part[at][0]])
+            if timing.wall_ns > ONCE_ABOVE * plan.budget_s * 1e9:
+                long.add(part[at][0])
             log.add(key, points[part[at][0]].why, timing, clock.spent_s)
             say(clock.spent_s, plan.budget_s, f"round {number + 1}, {len(log.rows)} measurements")
 
@@ -211,7 +216,7 @@ class _Log:
         entry = {
             "key": key, "why": why, "shape": timing.shape, "before_ns": timing.before_ns, "device_ns": timing.device_ns,
             "after_ns": timing.after_ns, "cpu_ns": timing.cpu_ns, "wall_ns": timing.wall_ns, "at_s": round(at_s, 6),
-            "executed_rows": timing.executed_rows,
+            "executed_rows": timing.executed_rows, "gauge_ns": timing.gauge_ns,
         }  # fmt: skip
         self.rows.append(entry)
         self.done.add(key)

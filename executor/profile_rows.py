@@ -52,6 +52,7 @@ def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> lis
                 "outlier": int(interrupted or far_off), "median_s": seconds, "min_s": seconds, "max_s": seconds,
                 "host_before_s": entry["before_ns"] / 1e9, "host_after_s": entry["after_ns"] / 1e9,
                 "cpu_s": entry["cpu_ns"] / 1e9, "at_s": entry["at_s"],
+                "gauge_s": entry["gauge_ns"] / 1e9 if entry.get("gauge_ns") else float("nan"),
             }
         )  # fmt: skip
     return rows

@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from experiments.stage_files import read_json, write_json
 
 if TYPE_CHECKING:
     from executor.batch_rig import BatchRig
@@ -67,6 +70,21 @@ def changed(probes: Sequence[Probe], noise: float) -> bool:
     speeds = [probe.speed for probe in probes]
     bound = max(LEAST_CHANGE, 3 * noise)
     return max(speeds) / min(speeds) - 1 > bound or max(abs(speed - 1) for speed in speeds) > bound
+
+
+def write_gauge(path: Path, samples: Sequence[int]) -> None:
+    """What a speed gauge took beside a live run: {"typical_ns": ..., "samples": n}."""
+    from executor.speed_gauge import typical_ns
+
+    write_json(path, {"typical_ns": typical_ns(samples), "samples": len(samples)})
+
+
+def gauged_speed(path: Path, model: Any) -> float | None:
+    """How slow the machine was during a live run by its gauge, over the time of the profile that `model` was fitted to,
+    1 as profiled; None if either is not known."""
+    live = read_json(path).get("typical_ns") if path.exists() else None
+    gauge = getattr(model.fit, "provenance", {}).get("gauge") or {}
+    return float((live / 1e9 / gauge["typical_s"]) ** gauge["power"]) if live and gauge else None
 
 
 def speed_around(probes: Sequence[Probe], name: str) -> float:

@@ -12,6 +12,7 @@ from experiments.errors import ExperimentError
 if TYPE_CHECKING:
     from executor.live import LiveRun
     from executor.loading import Loaded
+    from executor.speed_gauge import SpeedGauge
     from profiler.cost_model import CostModel
     from profiler.plan import MeasurementPlan, Point
     from profiler.profile import Profile
@@ -113,6 +114,7 @@ class LiveSide:
         num_blocks: int | None = None,
         at_once: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        gauge: SpeedGauge | None = None,
     ) -> LiveRun:
         """One live run; a signal that stops it raises KeyboardInterrupt, so that no half run is taken for a whole."""
         from executor.config import LiveConfig
@@ -127,10 +129,18 @@ class LiveSide:
             max_model_len=self.max_model_len, num_blocks=num_blocks, seed=choice.seed, as_fast_as_possible=at_once,
             tp=choice.tp, pp=choice.pp,
         )  # fmt: skip
-        run = replay_live(trace, config, loaded=self.loaded, cost=cost, progress=progress)
+        run = replay_live(trace, config, loaded=self.loaded, cost=cost, progress=progress, between=gauge)
         if run.outcome.stopped_by:
             raise KeyboardInterrupt
         return run
+
+    def new_gauge(self) -> SpeedGauge | None:
+        """Tells the machine's speed beside a live run; None where a device does the work, or several processes."""
+        from executor.speed_gauge import SpeedGauge
+
+        if self.choice.is_sharded or self.loaded.device.type != "cpu":
+            return None
+        return SpeedGauge()
 
     def close(self) -> None:
         """End the other ranks, where there are any."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.agreement import Agreement, agreement, scheduler_of
-from experiments.drift import Probe, speed_around
+from experiments.drift import Probe, gauged_speed, speed_around, write_gauge
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
@@ -41,8 +41,11 @@ DRY_LOAD = 1.15
 
 @dataclass
 class Result:
-    """What a validation found; everything that its report says. fed: the simulator with measured durations, or why "
-    "not."""
+    """What a validation found; everything that its report says.
+
+    fed: the simulator with measured durations, or why not. gauged: of each live run how slow the machine was by its
+    gauge, and how slow the run's own iterations were, both over the model (1: as profiled).
+    """
 
     settings: Settings
     trace_name: str
@@ -60,6 +63,7 @@ class Result:
     simulated: dict[tuple[float, str], RunTables] = field(default_factory=dict)
     live: dict[tuple[float, str], list[RunTables]] = field(default_factory=dict)
     bubbles: list[BubbleComparison] = field(default_factory=list)
+    gauged: dict[str, tuple[float, float]] = field(default_factory=dict)
     took_s: float = 0.0
 
 
@@ -93,14 +97,19 @@ class Validation:
     # Stages
 
     def capacity(self) -> float:
-        """Requests per second when all of them arrive at once, the slice repeated until its tail hardly counts."""
+        """Requests per second when all of them arrive at once, the slice repeated until its tail hardly counts.
+
+        Under `chunked` where it is among the policies, else under the first: all policies are offered the same loads,
+        and a share of what the slowest of them manages would leave the others idle.
+        """
         file = self.out / "capacity.json"
         if file.exists():
             return float(read_json(file)["requests_per_s"])
         count = -(-3 * self.settings.engine.max_num_seqs // len(self.trace))
         repeated = _repeated(self.trace, count)
-        self.say(f"capacity: {len(repeated)} requests at once, {self.policies[0].label}")
-        run = self.live_side.serve(repeated, self.policies[0], at_once=True)
+        policy = next((each for each in self.policies if each.name == "chunked"), self.policies[0])
+        self.say(f"capacity: {len(repeated)} requests at once, {policy.label}")
+        run = self.live_side.serve(repeated, policy, at_once=True)
         run.write(self.out / "capacity")
         ends = np.sort(
             run.tables.column("requests", "finished_s")[run.tables.column("requests", "status") == "finished"]
@@ -222,7 +231,10 @@ class Validation:
                 f"live: {policy.label} at {load:.0%} load, repeat {repeat + 1} ({number + 1} of {len(todo)}, "
                 f"at least {spans:.0f} s)"
             )
-            run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks)
+            gauge = self.live_side.new_gauge()
+            run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks, gauge=gauge)
+            if gauge is not None:
+                write_gauge(self._gauge_file(repeat, load, policy), gauge.samples)
             run.write(self._live_folder(repeat, load, policy))
         if todo and not self.settings.engine.is_sharded:
             self._probe(model, plan, "after the last run")
@@ -249,8 +261,11 @@ class Validation:
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
+                    gauged = gauged_speed(self._gauge_file(repeat, load, policy), model)
+                    if gauged is not None:
+                        result.gauged[name] = (gauged, residuals[-1].slowness)
                     for speed, found in (
-                        (speed_around(result.probes, name), at_probed_speed),
+                        (gauged or speed_around(result.probes, name), at_probed_speed),
                         (residuals[-1].slowness, at_live_speed),
                     ):
                         found.append(self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary)
@@ -338,6 +353,10 @@ class Validation:
 
     def _live_folder(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
         return self._folder(load) / "live" / f"{file_name(policy.label)}-{repeat + 1}"
+
+    def _gauge_file(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
+        folder = self._live_folder(repeat, load, policy)
+        return folder.with_name(folder.name + ".gauge.json")
 
     def _claim_folder(self) -> None:
         file = self.out / "settings.json"

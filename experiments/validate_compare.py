@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -54,6 +55,16 @@ class Comparison:
     at_live_speed: float
     repeats: int
     aim: float | None
+    live_values: tuple[float, ...] = ()
+    """The live repeats one by one."""
+    expected: float = float("nan")
+    """Mean of the ensemble: what a machine that is now slower, now faster makes of latencies on average (queues grow
+    more in slow stretches than they shrink in fast ones)."""
+
+    @property
+    def inside(self) -> int:
+        """How many of the live repeats lie in the prediction's interval."""
+        return sum(self.low <= value <= self.high for value in self.live_values)
 
     @property
     def error(self) -> float:
@@ -124,10 +135,28 @@ def compare(
                 policy, load, statistic, float(simulated[statistic]), float(low), float(high), float(np.mean(values)),
                 min(values), max(values), float(np.mean(probed)) if probed else float("nan"),
                 float(np.mean(left)) if left else float("nan"),
-                len(values), aim,
+                len(values), aim, tuple(values), float(np.mean(draws)),
             )
         )  # fmt: skip
     return found
+
+
+def pooled_error(
+    comparisons: Sequence[Comparison], statistic: str, predicted: str = "simulated"
+) -> tuple[float, float, int] | None:
+    """Geometric mean of predicted (`simulated` or `expected`) over live, minus 1, over all live runs of all policies
+    and loads; its standard error (each live run counted as a draw of its own); how many. What a shared machine does to
+    single runs averages out here, a wrong cost model does not. None below three runs."""
+    logs = [
+        math.log(getattr(row, predicted) / value)
+        for row in comparisons
+        if row.statistic == statistic and getattr(row, predicted) > 0
+        for value in row.live_values
+        if value > 0
+    ]
+    if len(logs) < 3:
+        return None
+    return math.expm1(float(np.mean(logs))), float(np.std(logs, ddof=1)) / math.sqrt(len(logs)), len(logs)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Many validations in one folder: models x traces, all policies and loads; resumable, with one report over all of "
-"them."""
+"""Many validations in one folder: models x traces, all policies and loads; resumable, one report over all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from experiments.document import Block, Bullets, Heading, Table, Text, write_doc
 from experiments.stage_files import write_json
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
-from experiments.validate_report import MARKS, in_short, write_report
+from experiments.validate_report import MARKS, in_short, trust, write_report
 from experiments.validate_settings import Settings
 
 if TYPE_CHECKING:
@@ -74,19 +73,19 @@ def overall(done: Sequence[tuple[Part, Result]], total: int) -> list[Block]:
     matched = sum(found.matched for found in agreements)
     rankings = [found for _, result in done for found in result.rankings]
     lost = sum(result.lost for _, result in done)
+    everything = [row for _, result in done for row in result.comparisons]
     story: list[Block] = [
         Heading("Predictions held against live runs", 1),
         Text(f"{len(done)} of {total} parts are done. Each part has a report of its own in its folder."),
         Bullets(
             [
                 f"Aims: {count[WITHIN_AIM]} of {len(rows)} statistics within the aim, {count[WITHIN_SPREAD]} more "
-                "within "
-                f"the live repeats' own spread, {count[OUTSIDE]} outside.",
+                f"within the live repeats' own spread, {count[OUTSIDE]} outside.",
+                *trust(everything),
                 f"Batch agreement: {matched:,} of {batches:,} live batches planned again; "
                 f"{sum(found.exact for found in agreements)} of {len(agreements)} runs exact to the last token.",
                 f"Ranking: {sum(found.agreed for found in rankings)} of {sum(found.decided for found in rankings)} "
-                "decided "
-                "pairs of policies in the live order.",
+                "decided pairs of policies in the live order.",
                 f"Lost requests: {lost}.",
             ]
         ),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.drift import changed, typical_speed
 from experiments.errors import ExperimentError
 from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
-from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, pooled_error
 from metrics.report import format_value
 from policies.output_file import write_text
 
@@ -38,12 +40,9 @@ def blocks(result: Result) -> list[Block]:
         Heading(f"Prediction and live run: {settings.engine.model}, {result.trace_name}", 1),
         Text(
             f"{result.requests} requests, {', '.join(f'{load:.0%}' for load in settings.loads)} of the measured "
-            "capacity "
-            f"of {result.capacity:.3g} requests/s, {len(settings.policies)} policies, {settings.repeats} live "
-            "repeats of "
-            "each. Predictions come from the profile alone and were made before the live runs. Errors are predicted "
-            "over "
-            "live, minus 1."
+            f"capacity of {result.capacity:.3g} requests/s, {len(settings.policies)} policies, {settings.repeats} live "
+            "repeats of each. Predictions come from the profile alone and were made before the live runs. Errors are "
+            "predicted over live, minus 1."
         ),
         Heading("In short"),
         Bullets(in_short(result)),
@@ -69,15 +68,13 @@ def blocks(result: Result) -> list[Block]:
     story += [Heading("Batch agreement"), Text(
         "Driven with the live run's own moments (arrivals, plans, completions), the scheduler plans every batch again: "
         "same requests, order, tokens, contexts, preemptions and free blocks, and the same time of every token. Then "
-        "the "
-        "whole simulator runs with each iteration's measured duration in the place of its cost model."
+        "the whole simulator runs with each iteration's measured duration in the place of its cost model."
     ), agreement_table(result)]  # fmt: skip
     if result.bubbles:
         story += bubble_blocks(result.bubbles)
     if result.rankings:
         story += [Heading("Ranking of the policies"), Text(
-            "A pair of policies is decided where the ranges of their live repeats do not meet; only those can be "
-            "ranked."
+            "A pair of policies is decided where the ranges of their live repeats do not meet; no others can be ranked."
         ), ranking_table(result)]  # fmt: skip
     story += [
         Heading("Iterations"),
@@ -105,6 +102,9 @@ def blocks(result: Result) -> list[Block]:
     return story
 
 
+FAMILIES = (("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("ttft_s", "TTFT"))
+
+
 def in_short(result: Result) -> list[str]:
     """The findings, one sentence each."""
     aimed = [row for row in result.comparisons if row.verdict]
@@ -114,13 +114,12 @@ def in_short(result: Result) -> list[str]:
     total = sum(found.iterations for found in result.agreements.values())
     found = [
         f"Aims: {by_verdict[WITHIN_AIM]} of {len(aimed)} statistics within the aim, {by_verdict[WITHIN_SPREAD]} more "
-        "within "
-        f"the live repeats' own spread, {by_verdict[OUTSIDE]} outside.",
+        f"within the live repeats' own spread, {by_verdict[OUTSIDE]} outside.",
     ]
     probed = [row.rescaled_verdict for row in aimed]
     if any(probed):
         found.append(
-            "The same at the speed that the probes right before and after each live run found: "
+            f"The same at the speed that {_told_by(result)}: "
             f"{probed.count(WITHIN_AIM)} within the aim, {probed.count(WITHIN_SPREAD)} more within the spread, "
             f"{probed.count(OUTSIDE)} outside."
         )
@@ -128,10 +127,12 @@ def in_short(result: Result) -> list[str]:
     if left:
         found.append(
             "Left when each live run is predicted at the speed of its own iterations: "
-            f"{sorted(left)[len(left) // 2]:.1%} in "
-            f"the middle of these statistics, {max(left):.1%} at most. The rest of the error is the level of the costs."
+            f"{sorted(left)[len(left) // 2]:.1%} in the middle of these statistics, {max(left):.1%} at most. The rest "
+            "of the error is the level of the costs."
         )
-    for family, title in (("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("ttft_s", "TTFT")):
+    found += gauge_in_short(result.gauged)
+    found += trust(result.comparisons)
+    for family, title in FAMILIES:
         errors = [row for row in result.comparisons if row.statistic == f"{family}_mean"]
         if errors:
             worst = max(errors, key=lambda row: abs(row.error))
@@ -172,6 +173,51 @@ def in_short(result: Result) -> list[str]:
         taken = min(probe.processor_share for probe in result.probes)
         if taken < 0.97 and result.settings.engine.threads == 1:
             found.append(f"Other processes took the processor: its share of wall time fell to {taken:.0%} in a probe.")
+    return found
+
+
+def _told_by(result: Result) -> str:
+    if result.gauged:
+        return "a gauge of fixed work beside each live run told"
+    return "the probes right before and after each live run found"
+
+
+def gauge_in_short(gauged: Mapping[str, tuple[float, float]]) -> list[str]:
+    """How far the machine moved between runs, and how well the gauge told how slow the runs' own iterations were."""
+    if not gauged:
+        return []
+    told, own = np.array(list(gauged.values())).T
+    apart = np.abs(told / own - 1)
+    return [
+        f"Gauge: the machine took {told.min():.2f} to {told.max():.2f} of the profile's time during the live runs "
+        f"({np.exp(np.log(told).mean()):.2f} on average); how slow a run's own iterations were it told within "
+        f"{np.median(apart):.1%} in the middle, {apart.max():.1%} at most."
+    ]
+
+
+def trust(comparisons: Sequence[Comparison]) -> list[str]:
+    """How often the intervals held, and the error of all live runs together; no sentence where there is too little."""
+    aimed = [row for row in comparisons if row.aim is not None]
+    found = []
+    kept, values = sum(row.inside for row in aimed), sum(len(row.live_values) for row in aimed)
+    if values:
+        found.append(
+            f"Intervals: {kept} of {values} live values of these statistics ({kept / values:.0%}) lie in the predicted "
+            "90 % interval."
+        )
+    for predicted, opening in (
+        ("simulated", "Over all {} live runs together, means (± standard error)"),
+        ("expected", "The same for the mean of the ensemble, which knows that the machine wanders"),
+        ("rescaled", "The same at the speed told beside the runs"),
+    ):
+        pooled = {
+            title: error
+            for family, title in FAMILIES
+            if (error := pooled_error(comparisons, f"{family}_mean", predicted)) is not None
+        }
+        if pooled:
+            told = ", ".join(f"{title} {error:+.1%} (± {unsure:.1%})" for title, (error, unsure, _) in pooled.items())
+            found.append(f"{opening.format(max(runs for _, _, runs in pooled.values()))}: {told}.")
     return found
 
 

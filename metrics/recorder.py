@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from metrics.columns import STATUSES, MetricsError
 from metrics.events import CHUNK_FIELDS, COHORT_FIELDS, Plain, Stretch, pack_leap, pack_row
 from policies.batch import BatchShape
+from policies.compiling import mypyc_attr
 from policies.request import Ns, Request
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from metrics.events import RequestEvent
     from metrics.tables import RunTables
 
 _NAN = math.nan
@@ -31,6 +31,7 @@ _LEAPT_ROWS = 4
 _NO_CHUNK, _NO_COHORT = (0,) * CHUNK_FIELDS, (0,) * COHORT_FIELDS
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Recorder:
     """Records one run. Append-only; `tables()` ends the recording.
 
@@ -59,7 +60,8 @@ class Recorder:
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        self._requests: list[RequestEvent] = []
+        # Plain tuples of the fields of RequestEvent.
+        self._requests: list[Any] = []
         self._request_parts: list[tuple[Any, Any]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
         self._done = False

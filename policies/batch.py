@@ -1,74 +1,24 @@
-"""What one iteration runs: the batch that a scheduler plans, and its shape, which is all that a cost model may see."""
+"""What one iteration runs: the batch that a scheduler plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from policies.parts import BatchShape, Chunk, Decodes
+from policies.request import Ns
 
 if TYPE_CHECKING:
-    from policies.cohort import Cohort
     from policies.swap import Move
     from policies.track import Track
 
-
-class BatchShape(NamedTuple):
-    """The shape of one iteration; hashable. Simulator and executor log the same columns.
-
-    chunks: (tokens, prefix) of every prefill chunk in batch order, never collapsed into a sum; `prefix` is the
-        context that the KV cache already holds for that request.
-    decodes: requests that decode one token each; decode_context_total / _max: their contexts *before* this
-        iteration's token (that token's own key and value are not counted).
-    dummy_tokens: padding rows; they cost linear layers only: no KV, no attention, no sampling.
-    sampled: rows that go through the output head and the sampler.
-    executed_rows: rows really executed once graph padding is counted; 0 where no padding was applied.
-    """
-
-    chunks: tuple[tuple[int, int], ...] = ()
-    decodes: int = 0
-    decode_context_total: int = 0
-    decode_context_max: int = 0
-    dummy_tokens: int = 0
-    sampled: int = 0
-    executed_rows: int = 0
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum([tokens for tokens, _ in self.chunks])
-
-    @property
-    def tokens(self) -> int:
-        """Useful tokens: prefill and decode together, without dummies."""
-        return sum([tokens for tokens, _ in self.chunks]) + self.decodes
-
-    @property
-    def rows(self) -> int:
-        """Rows of the `[rows, hidden]` matrix: every linear layer pays for these."""
-        return max(self.tokens + self.dummy_tokens, self.executed_rows)
-
-
-class Chunk(NamedTuple):
-    """Part of a prompt: `tokens` new ones on top of `prefix` cached ones; `samples` when it ends the prompt."""
-
-    track: Track
-    tokens: int
-    prefix: int
-    samples: bool
-
-
-class Decodes(NamedTuple):
-    """One cohort's step: `size` members, contexts before the step. `step` indexes the cohort's list of token times."""
-
-    cohort: Cohort
-    step: int
-    size: int
-    context_total: int
-    context_max: int
+__all__ = ["Batch", "BatchShape", "Chunk", "Decodes"]
 
 
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
 
-    The draft that a policy wrote on becomes the batch, so it is made by `policies.draft.Draft`.
+    It is made from the draft that a policy wrote on (`policies.draft.Draft`).
 
     parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
     that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
@@ -78,19 +28,31 @@ class Batch:
     """
 
     __slots__ = (
-        "_scheduler", "alarm_ns", "budget_left", "cached_tokens", "chunks", "decodes", "dummy_tokens", "grown", "joins",
-        "new_blocks", "number", "only_now", "parts", "planned_ns", "preempted", "shape", "swap_in", "swap_out",
+        "cached_tokens", "chunks", "grown", "joins", "new_blocks", "number", "parts", "planned_ns", "preempted",
+        "shape", "swap_in", "swap_out",
     )  # fmt: skip
 
-    number: int
-    planned_ns: int
-    parts: Sequence[Chunk | Decodes]
-    chunks: Sequence[Chunk]
-    shape: BatchShape
-    preempted: Sequence[Track]
-    new_blocks: Sequence[tuple[int, int, int]]
-    cached_tokens: int
-    joins: list[tuple[Track, int]]
-    grown: list[Decodes]
-    swap_out: Sequence[Move]
-    swap_in: Sequence[Move]
+    def __init__(
+        self,
+        number: int,
+        planned_ns: Ns,
+        parts: list[Chunk | Decodes],
+        chunks: list[Chunk],
+        grown: list[Decodes],
+        joins: list[tuple[Track, int]],
+        preempted: list[Track],
+        cached_tokens: int,
+        shape: BatchShape,
+    ) -> None:
+        self.number = number
+        self.planned_ns = planned_ns
+        self.parts = parts
+        self.chunks = chunks
+        self.grown = grown
+        self.joins = joins
+        self.preempted = preempted
+        self.cached_tokens = cached_tokens
+        self.shape = shape
+        self.new_blocks: Sequence[tuple[int, int, int]] = ()
+        self.swap_out: Sequence[Move] = ()
+        self.swap_in: Sequence[Move] = ()

@@ -25,15 +25,17 @@ UNLIMITED = 1 << 60
 _new = tuple.__new__
 
 
-class Draft(Batch):
+class Draft:
     """One plan; what it has been granted when the policy returns is the batch.
 
     budget_left: tokens that may still be granted. preempted: victims of this plan so far. parts, chunks: the grants.
     only_now: the policy said that this plan holds for this moment only.
     """
 
-    # Not one slot of its own: a batch is a draft whose class has been changed.
-    __slots__ = ()
+    __slots__ = (
+        "_scheduler", "alarm_ns", "budget_left", "cached_tokens", "chunks", "decodes", "dummy_tokens", "grown", "joins",
+        "only_now", "parts", "planned_ns", "preempted",
+    )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
         self._scheduler = scheduler
@@ -239,14 +241,14 @@ class Draft(Batch):
         return self.decodes + sum([chunk[1] for chunk in self.chunks])
 
     @property
-    def shape(self) -> BatchShape:  # type: ignore[override]
+    def shape(self) -> BatchShape:
         """The batch as it stands, for `host.estimate_ns`."""
         return self._shape_so_far()
 
     # How it becomes the batch, and how grants are booked and undone
 
     def _finish(self, number: int) -> Batch:
-        """The plan is done: this very object, without the right to ask for more."""
+        """The plan is done: what it was granted as a batch."""
         chunks, grown = self.chunks, self.grown
         if len(chunks) == 1 and len(grown) == 1:
             # What _shape_so_far does, for the most common plan.
@@ -258,11 +260,9 @@ class Draft(Batch):
             )
         else:
             shape = self._shape_so_far()
-        self.__class__ = Batch  # type: ignore[assignment]
-        self.number = number
-        self.shape = shape  # type: ignore[misc]
-        self.new_blocks = self.swap_out = self.swap_in = ()
-        return self
+        return Batch(
+            number, self.planned_ns, self.parts, chunks, grown, self.joins, self.preempted, self.cached_tokens, shape
+        )
 
     def _shape_so_far(self) -> BatchShape:
         chunks, grown = self.chunks, self.grown

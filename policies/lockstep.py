@@ -121,7 +121,7 @@ class Lockstep:
         track.chunks_in_flight = 1
         chunk = _new(Chunk, (track, tokens, prefix, False))
         batch.chunks = [chunk]
-        batch.parts = (*batch.grown, chunk)
+        batch.parts = [*batch.grown, chunk]
         batch.shape = _new(BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
         batch.number = self._batches
         self._batches += 1

@@ -36,6 +36,8 @@ LEAST_SHAPES = 8
 ALTERNATIONS = 4
 STRETCH = 28
 """Measurements by which the machine's speed is told, a few seconds of them."""
+POWERS = (0.5, 2.5)
+"""What a gauge's power may be at least and at most: beyond it the fit has seen something else."""
 STEADY = 0.015
 """Standard deviation of the speed below which the machine is taken to be the same all the time."""
 
@@ -110,7 +112,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
             "held_out_p95": float(np.quantile(held_out, 0.95)),
         },
         noise=_noise(everything, observed / slowness, calm),
-        provenance={"measured": dict(profile.provenance)},
+        provenance={"measured": dict(profile.provenance), "gauge": _gauge(table, np.log(observed / fitted))},
     )
 
 
@@ -254,6 +256,29 @@ def _slowness(at_s: Array, excess: Array) -> Array:
         found[rows] = np.median(excess[rows])
     found -= found.mean()
     return np.exp(found) if float(np.std(found)) > STEADY else np.ones(len(at_s))
+
+
+def _gauge(table: Any, excess: Array) -> dict[str, float]:
+    """What tells the machine's speed from a speed gauge: its geometric mean while measuring (`typical_s`), and by which
+    power of a change of it iterations change (`power`), over stretches; empty without a gauge.
+
+    The gauge's parts mix calls, products and memory as they come; an iteration mixes them in its own way, and the
+    slower kind counts for more in it.
+    """
+    gauge, at_s = (table[name].to_numpy(float) for name in ("gauge_s", "at_s"))
+    known = (gauge > 0) & ~np.isnan(at_s)
+    if known.sum() < LEAST_SHAPES:
+        return {}
+    logs, excess = np.log(gauge[known]), excess[known]
+    found = {"typical_s": float(np.exp(logs.mean())), "power": 1.0}
+    count = len(logs) // STRETCH
+    if count >= LEAST_SHAPES:
+        parts = np.array_split(np.argsort(at_s[known], kind="stable"), count)
+        told = np.array([logs[part].mean() for part in parts])
+        paid = np.array([excess[part].mean() for part in parts])
+        if float(told.std()) > STEADY:
+            found["power"] = float(np.clip(np.polyfit(told, paid, 1)[0], *POWERS))
+    return found
 
 
 def _noise(shapes: Sequence[BatchShape], observed: Array, calm: Any) -> dict[str, float]:

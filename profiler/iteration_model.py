@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,11 @@ prefix + tokens of every chunk, added up. decode_context: contexts of all decode
 ROW_TERMS = tuple(
     [("rows", 0)]
     + [("most", size) for size in (2, 4, 8, 16, 32, 64, 128, 256)]
-    + [("over", size) for size in (8, 16, 32, 64, 128, 256, 512, 1024)]
+    + [("over", size) for size in (8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536)]
     + [("tiles", size) for size in (8, 16, 64, 128)]
 )
 """How time may grow with rows: all of them; up to a size alone (it flattens); beyond a size (it steepens, where weights
-stop being what is waited for); whole tiles of a size."""
+stop being what is waited for, and again where activations outgrow the caches); whole tiles of a size."""
 
 HOST_AMOUNTS = ("steps", "chunks", "decodes", "chunk_tokens")
 
@@ -230,11 +231,14 @@ class IterationModel:
     # --- how sure ----------------------------------------------------------------------------------------------------
 
     def perturbed(self, seed: int) -> IterationModel:
-        """Another model that the measurements would allow: prices of a resampled fit, at a speed drawn from the
-        machine's own drift. Seed 0, 1, ... give an ensemble whose predictions spread as far as the costs are unsure."""
+        """Another model that the measurements would allow: prices of a resampled fit, at a speed from the machine's own
+        drift. Seed 0, 1, ... give an ensemble whose predictions spread as far as the costs are unsure. Speeds are the
+        quantiles 1/2, 1/4, 3/4, 1/8, ... (van der Corput), so that few draws are spread evenly about the fit's own."""
         fit = self.fit
-        rng = np.random.default_rng([seed, 7])
-        speed = self.speed * math.exp(fit.drift * float(rng.standard_normal()))
+        at, scale, left = 0.0, 0.5, seed + 1
+        while left:
+            at, scale, left = at + scale * (left & 1), scale / 2, left >> 1
+        speed = self.speed * math.exp(fit.drift * NormalDist().inv_cdf(at))
         if not fit.resampled:
             return IterationModel(fit, speed=speed)
         prices = fit.resampled[seed % len(fit.resampled)]

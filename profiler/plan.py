@@ -25,7 +25,7 @@ from profiler.region import AXES, Region, check_shape, coordinates, distance
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer measurement plan"
-VERSION = 1
+VERSION = 2
 REASONS = ("corner", "visited", "filling", "noise", "unsure")
 _VISITED_PER_FILLING = 3
 _TOO_NEAR = 0.1

@@ -60,7 +60,7 @@ COUNT_COLUMNS = (
     "outlier",
 )
 TIME_COLUMNS = ("median_s", "min_s", "max_s")
-LAPSE_COLUMNS = ("host_before_s", "host_after_s", "cpu_s", "at_s")
+LAPSE_COLUMNS = ("host_before_s", "host_after_s", "cpu_s", "at_s", "gauge_s")
 COLUMNS = (
     "device",
     "model",
@@ -93,8 +93,9 @@ a norm or activation (n elements read a row). chunks: prefill chunks as text, se
 contexts before the step; dummy_tokens, sampled: as in `BatchShape`. bytes: message size of all_reduce and send.
 repeats: measurements behind the row, 0 where unknown. outlier: 1 where the measurer's rule says that something
 disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s and host_after_s (median_s is the
-device's part alone), cpu_s (processor time of the whole of it) and at_s (when, since measuring began); NaN where
-unknown. A shape column that does not apply is 0, a text column empty.
+device's part alone), cpu_s (processor time of the whole of it), at_s (when, since measuring began) and gauge_s (what a
+fixed bit of work took just before, which tells the machine's speed); NaN where unknown. A shape column that does not
+apply is 0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d{1,9}):(\d{1,9})(?:x(\d{1,9}))?\Z", re.ASCII)

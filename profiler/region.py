@@ -18,17 +18,17 @@ from profiler.errors import ProfileError
 
 Array = NDArray[np.float64]
 
-AXES = ("prefill_tokens", "prefix", "chunks", "decodes", "context", "skew")
+AXES = ("prefill_tokens", "prefix", "chunks", "decodes", "context", "skew", "dummies")
 """Coordinates of a shape: tokens of all chunks, their mean prefix (weighted by tokens), number of chunks, decodes,
-mean context of a decode, largest context over the mean. Each as log2(1 + x), skew as log2."""
+mean context of a decode, largest context over the mean, dummy rows. Each as log2(1 + x), skew as log2."""
 
-_WEIGHT = np.array([1.0, 0.5, 0.7, 1.0, 1.0, 0.5])
+_WEIGHT = np.array([1.0, 0.5, 0.7, 1.0, 1.0, 0.5, 0.7])
 _KEPT = 4000
 
 
 @dataclass(frozen=True)
 class Region:
-    """Distinct shapes (dummy and executed rows left out) and how often each was visited."""
+    """Distinct shapes (executed rows left out: an engine's graphs decide them) and how often each was visited."""
 
     shapes: tuple[BatchShape, ...]
     counts: tuple[int, ...]
@@ -45,7 +45,7 @@ class Region:
 
         kept: most distinct shapes; if there are more, cells get coarser until they fit.
         """
-        plain = [shape._replace(dummy_tokens=0, executed_rows=0) for shape in shapes if shape.tokens]
+        plain = [shape._replace(executed_rows=0) for shape in shapes if shape.tokens]
         if not plain:
             raise ProfileError("region: found no batch with tokens in it, expected at least one")
         points = coordinates(plain)
@@ -78,7 +78,7 @@ class Region:
         return cls.of(shapes)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready: {"shapes": [[[[tokens, prefix], ...], decodes, total, largest, sampled, count], ...]}."""
+        """{"shapes": [[[[tokens, prefix], ...], decodes, total, largest, dummies, sampled, count], ...]}."""
         return {
             "shapes": [
                 [
@@ -86,6 +86,7 @@ class Region:
                     s.decodes,
                     s.decode_context_total,
                     s.decode_context_max,
+                    s.dummy_tokens,
                     s.sampled,
                     n,
                 ]
@@ -102,9 +103,9 @@ class Region:
         shapes, counts = [], []
         for number, row in enumerate(rows):
             try:
-                chunks, decodes, total, largest, sampled, count = row
+                chunks, decodes, total, largest, dummies, sampled, count = row
                 pairs = tuple((int(tokens), int(prefix)) for tokens, prefix in chunks)
-                shape = BatchShape(pairs, int(decodes), int(total), int(largest), 0, int(sampled))
+                shape = BatchShape(pairs, int(decodes), int(total), int(largest), int(dummies), int(sampled))
                 check_shape(shape)
             except (TypeError, ValueError) as error:
                 raise ProfileError(f"{where}: shapes[{number}]: {error}") from None
@@ -129,6 +130,8 @@ def check_shape(shape: BatchShape) -> None:
         raise ProfileError(
             f"found {decodes} decodes, contexts {total} in all, {largest} at most: expected a context of 1 or more each"
         )
+    if shape.dummy_tokens < 0:
+        raise ProfileError(f"found {shape.dummy_tokens} dummy tokens, expected 0 or more")
     if not shape.chunks and not decodes:
         raise ProfileError("found an empty batch, expected a chunk or a decode")
 
@@ -136,12 +139,12 @@ def check_shape(shape: BatchShape) -> None:
 def coordinates(shapes: Sequence[BatchShape]) -> Array:
     """[shapes, AXES] in doublings."""
     rows = np.zeros((len(shapes), len(AXES)))
-    for row, (chunks, decodes, total, largest, *_) in zip(rows, shapes):
+    for row, (chunks, decodes, total, largest, dummies, *_) in zip(rows, shapes):
         tokens = sum([t for t, _ in chunks])
         mean = total / decodes if decodes else 0.0
         row[0], row[2], row[3] = tokens, len(chunks), decodes
         row[1] = sum([t * p for t, p in chunks]) / tokens if tokens else 0.0
-        row[4], row[5] = mean, largest / mean - 1.0 if mean else 0.0
+        row[4], row[5], row[6] = mean, largest / mean - 1.0 if mean else 0.0, dummies
     return np.log2(1.0 + rows)
 
 

@@ -33,9 +33,12 @@ class Arrivals:
         self._followers = trace.followers()
         self._open = list(range(len(trace))) if not self._followers else self._open_rows(trace)
         self._times = trace.arrival_ns.tolist()
+        self._request = trace.request_maker()
         self._outputs = trace.output_tokens.tolist()
         self._impatient = trace.abort_ns is not None
         self._next = 0
+        # One event for all arrivals, put back into the queue each time.
+        self._event: Moment | None = None
         self._schedule_next()
 
     @staticmethod
@@ -53,7 +56,11 @@ class Arrivals:
     def _schedule_next(self) -> None:
         if self._next < len(self._open):
             at = self._times[self._open[self._next]]
-            Moment(self.env, at - self.env.now, self._on_arrival, ARRIVAL)
+            delay = at - self.env.now
+            if self._event is None:
+                self._event = Moment(self.env, delay, self._on_arrival, ARRIVAL)
+            else:
+                self._event.again(delay, self._on_arrival, ARRIVAL)
 
     def _on_arrival(self, event: Event) -> None:
         now = self.env.now
@@ -66,12 +73,9 @@ class Arrivals:
 
     def _arrive(self, row: int) -> None:
         now: Ns = self.env.now
-        request = self.trace.request(row)
+        request = self._request(row)
         if request.arrival_ns != now:
-            request = Request(
-                row, now, request.prompt_tokens, request.max_output_tokens, request.prefix_hashes,
-                request.hash_tokens, request.session, request.priority, request.slo,
-            )  # fmt: skip
+            request = request._replace(arrival_ns=now)
         self.arrived += 1
         if self._impatient:
             patience = self.trace.timeout_ns(row)

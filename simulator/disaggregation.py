@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ class Disaggregation:
             self.cluster.end_unplaced(request, output_tokens, "rejected", reason)
             return
         self.cluster.journey(request, output_tokens)
-        until_then = replace(request, max_output_tokens=produced + 1)
+        until_then = request._replace(max_output_tokens=produced + 1)
         replica.submit(until_then, produced + 1, produced=produced, hands_over=more)
 
     def last_chunk_begins(self, track: Track, source: Replica) -> None:

@@ -50,7 +50,7 @@ def ends_until(
         if steps < WORTH_AN_ARRAY:
             rest += host_ns
             grown = range(start, start + steps * step, step)
-            ends = list(accumulate([int(kv * slope + offset) + rest for kv in grown], initial=now_ns))
+            ends: list[Ns] = list(accumulate([int(kv * slope + offset) + rest for kv in grown], initial=now_ns))
             del ends[0]
             if steps > 1 and ends[-2] >= horizon_ns:
                 del ends[bisect_left(ends, horizon_ns) + 1 :]

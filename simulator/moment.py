@@ -29,6 +29,11 @@ class Moment(Event):
         self.void = False
         env.schedule(self, rank, delay_ns)
 
+    def again(self, delay_ns: int, callback: Callable[[Event], None], rank: int) -> None:
+        """The same event once more, after it has happened."""
+        self.callbacks = [callback]
+        self.env.schedule(self, rank, delay_ns)
+
     @classmethod
     def unscheduled(cls, env: Environment, callback: Callable[[Event], None]) -> Moment:
         """One that somebody else puts in its place (`VirtualTime.take`)."""

@@ -16,6 +16,7 @@ from simpy import Environment, Event
 from metrics import Recorder
 from metrics.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
+from policies.compiling import mypyc_attr
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PlainReplica:
     """TP x PP devices that share a scheduler.
 
@@ -67,6 +69,11 @@ class PlainReplica:
         self._wake: Moment | None = None
         self._look_ns = 0
 
+    @property
+    def now_ns(self) -> Ns:
+        """SimPy's clock, which counts whole nanoseconds here."""
+        return self.env.now  # type: ignore[return-value]
+
     # Requests come and go
 
     def submit(
@@ -76,7 +83,7 @@ class PlainReplica:
         """Queue a request now. produced, hands_over, computed: as `Scheduler.add` takes them."""
         self.settle()
         track = self.scheduler.add(
-            request, self.env.now, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
+            request, self.now_ns, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
         )  # fmt: skip
         if track.status == "rejected":
             self._end(track)
@@ -94,7 +101,7 @@ class PlainReplica:
     def take_out(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
         """Withdraw requests without reporting their end: they go on elsewhere."""
         self.settle()
-        gone = self.scheduler.withdraw(ids, reason, self.env.now, status=status)
+        gone = self.scheduler.withdraw(ids, reason, self.now_ns, status=status)
         if gone:
             self.wake()
         return gone
@@ -108,7 +115,7 @@ class PlainReplica:
         self._flights.clear()
         self._free_ns = [0] * self.cost.stages
         self._last_end_ns = self._host_free_ns = 0
-        gone = self.scheduler.abandon(reason, self.env.now)
+        gone = self.scheduler.abandon(reason, self.now_ns)
         self._record_retired()
         return gone
 
@@ -168,15 +175,15 @@ class PlainReplica:
             self._complete_at(self._flights[0][2])
 
     def _complete_at(self, end_ns: Ns) -> None:
-        self._completion = Moment(self.env, end_ns - self.env.now, self._on_completion, COMPLETION)
+        self._completion = Moment(self.env, end_ns - self.now_ns, self._on_completion, COMPLETION)
 
     def _plan(self) -> None:
-        scheduler, flights, env = self.scheduler, self._flights, self.env
+        scheduler, flights = self.scheduler, self._flights
         while len(flights) < self._depth:
-            batch = scheduler.plan(env.now)
+            batch = scheduler.plan(self.now_ns)
             if batch is not None:
                 self._launch(batch)
-            elif not self._idle(env.now):
+            elif not self._idle(self.now_ns):
                 return
 
     def _idle(self, now: Ns) -> bool:
@@ -194,16 +201,16 @@ class PlainReplica:
         return True
 
     def _plan_at(self, at_ns: Ns) -> None:
-        if not self.env.now < self._look_ns <= at_ns:
+        if not self.now_ns < self._look_ns <= at_ns:
             self._look_ns = at_ns
-            Moment(self.env, at_ns - self.env.now, self._on_wake, WAKE)
+            Moment(self.env, at_ns - self.now_ns, self._on_wake, WAKE)
 
     def _launch(self, batch: Batch) -> None:
         cost, shape = self.cost, batch.shape
         before, after = cost.host_ns(shape)
         free = self._free_ns
         # One process prepares batch after batch: hidden behind stage 0 wherever planning runs ahead of it.
-        ready = self.env.now
+        ready = self.now_ns
         if ready < self._host_free_ns:
             ready = self._host_free_ns
         self._host_free_ns = ready = ready + before

@@ -16,6 +16,7 @@ from simpy import Environment, Event
 from metrics import Recorder
 from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
+from policies.compiling import mypyc_attr
 from simulator.clock import VirtualTime
 from simulator.leaping import ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
@@ -43,6 +44,7 @@ class Leap(NamedTuple):
     inside: bool
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Replica(PlainReplica):
     """TP x PP devices that share a scheduler; on_end and overlap_sends as `PlainReplica` has them.
 
@@ -83,7 +85,7 @@ class Replica(PlainReplica):
             return
         self._leap = None
         ends = leap.ends_ns
-        done = bisect_left(ends, self.env.now)
+        done = bisect_left(ends, self.now_ns)
         if done < len(ends) - 1:
             assert self._completion is not None
             self._completion.void = True
@@ -97,7 +99,7 @@ class Replica(PlainReplica):
         promised = self.scheduler.queues.decode_tokens_promised
         leap = self._leap
         if leap is not None:
-            promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.env.now)
+            promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.now_ns)
         return promised
 
     @property
@@ -105,7 +107,7 @@ class Replica(PlainReplica):
         free = self.scheduler.ledger.free_blocks
         leap = self._leap
         if leap is not None:
-            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.env.now))
+            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.now_ns))
         return free
 
     def wake(self) -> None:
@@ -178,7 +180,7 @@ class Replica(PlainReplica):
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
-        now, horizon = ahead.now, ahead.peek()
+        now, horizon = self.now_ns, ahead.peek()
         plan_again, terms = scheduler.plan_again, self._repeat_terms
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
@@ -281,13 +283,13 @@ class Replica(PlainReplica):
     # Leaps
 
     def _plan(self) -> None:
-        scheduler, flights, env = self.scheduler, self._flights, self.env
+        scheduler, flights = self.scheduler, self._flights
         depth = self._depth
         while len(flights) < depth and self._leap is None:
-            batch = scheduler.plan(env.now)
+            batch = scheduler.plan(self.now_ns)
             if batch is not None:
                 self._launch(batch)
-            elif not self._idle(env.now):
+            elif not self._idle(self.now_ns):
                 return
 
     def _launch(self, batch: Batch) -> None:
@@ -300,7 +302,7 @@ class Replica(PlainReplica):
         super()._launch(batch)
 
     def _launch_leap(self, batch: Batch, quiet: int, before: Ns, after: Ns, inside: bool) -> None:
-        now, shape = self.env.now, batch.shape
+        now, shape = self.now_ns, batch.shape
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
         horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY

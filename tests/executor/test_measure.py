@@ -39,6 +39,8 @@ def small_plan(**options: object) -> MeasurementPlan:
     [
         BatchShape((), 1, 2, 2, 0, 1),
         BatchShape((), 7, 900, 333, 0, 7),
+        BatchShape((), 7, 900, 333, 25, 7),
+        BatchShape(((17, 200), (5, 0)), 3, 90, 40, 100, 4),
         BatchShape(((64, 0),), 0, 0, 0, 0, 1),
         BatchShape(((17, 200), (5, 0)), 0, 0, 0, 0, 0),
         BatchShape(((30, 90), (16, 0), (1, 12)), 4, 500, 200, 0, 6),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
 from experiments.measured_times import Fed
 from experiments.validate import Validation
-from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, rank
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
 from experiments.validate_explore import write_explorable
 from experiments.validate_report import write_report
 from experiments.validate_settings import Settings
@@ -144,6 +145,15 @@ def test_a_verdict_is_the_aim_or_the_spread_whichever_is_larger() -> None:
     assert row("a", 1.08, (0.95, 1.0, 1.05)).verdict == WITHIN_SPREAD
     assert row("a", 1.12, (0.95, 1.0, 1.05)).verdict == OUTSIDE
     assert row("a", 1.5, (1.0, 1.0, 1.0), aim=None).verdict == ""
+
+
+def test_errors_are_pooled_over_runs_and_live_values_counted_in_the_interval() -> None:
+    rows = [replace(row("a", 1.0, (0.5, 1.0, 2.0)), low=0.6, high=2.0, live_values=(0.5, 1.0, 2.0)),
+            replace(row("b", 2.0, (2.0, 2.0, 2.0)), live_values=(2.0,))]  # fmt: skip
+    assert [each.inside for each in rows] == [2, 1]
+    # logarithms of predicted over live: log 2, 0, -log 2, 0; their standard deviation is log 2 x sqrt(2 / 3)
+    assert pooled_error(rows, "tpot_s_mean") == pytest.approx((0.0, math.log(2) * math.sqrt(2 / 3) / 2, 4))
+    assert pooled_error(rows[1:], "tpot_s_mean") is None
 
 
 def test_only_policies_whose_repeats_do_not_overlap_are_ranked() -> None:

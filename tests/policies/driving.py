@@ -47,6 +47,7 @@ def drive(
     duration=duration_ns,
     leaping: bool = False,
     each_step=lambda scheduler: None,
+    planned=lambda batch: None,
     most_batches: int = 20_000,
 ) -> Log:
     """Run (request, true output length) pairs to the end; the engine keeps up to `depth` batches in flight."""
@@ -68,6 +69,7 @@ def drive(
             batch = scheduler.plan(now)
             if batch is None:
                 break
+            planned(batch)
             assert len(log.batches) < most_batches, "does not end"
             log.batches.append((batch.number, now, batch.shape, rows_of(batch)))
             start = max(now, free_at)

@@ -1,7 +1,6 @@
 """What must hold for any trace, any policy, any pool: nothing lost, nothing leaked, leaps equal to the plain path."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -164,7 +163,7 @@ def test_counting_and_by_id_ledgers_plan_alike(requests, engine):
 def test_prefix_caching_loses_nothing(requests, engine, leaping):
     engine = {**engine, "depth": 1}
     shared = [
-        (replace(request, prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
+        (request._replace(prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
         for request, output in requests
     ]
     scheduler = scheduler_for(engine, by_id=True, prefix_caching=True)

@@ -1,6 +1,5 @@
 """Swapping: the KV that comes back is the KV that went, nothing leaks, and `auto` does what costs less."""
 
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -260,20 +259,11 @@ TestCountingSwapMachine = CountingSwapMachine.TestCase
 @settings(max_examples=40, deadline=None)
 def test_swapped_and_shared_blocks_hold_what_their_requests_read(requests, engine, pages, caching):
     shared = [
-        (replace(request, prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
+        (request._replace(prefix_hashes=tuple(range(request.prompt_tokens)), hash_tokens=1), output)
         for request, output in requests
     ]
     scheduler = swapping({**engine, "depth": 1}, pages, by_id=True, prefix_caching=caching)
     memory = KVMemory(scheduler)
-    plan = scheduler.plan
-
-    def plan_and_run(now):
-        batch = plan(now)
-        if batch is not None:
-            memory.run(batch, scheduler)
-        return batch
-
-    scheduler.plan = plan_and_run
-    log = drive(scheduler, shared)
+    log = drive(scheduler, shared, planned=lambda batch: memory.run(batch, scheduler))
     check_conservation(log, shared, scheduler)
     nothing_left_in_host_memory(scheduler)

@@ -176,6 +176,18 @@ def test_a_bad_file_is_refused_with_its_entry(
         read_fit(file)
 
 
+def test_a_gauge_is_told_by_how_much_iterations_follow_it() -> None:
+    table = profile_of(some_shapes(0, 150)).table
+    assert fit_iterations(make_profile(table, {})).provenance["gauge"] == {}
+    slow = 1.2 ** np.sign(np.sin(table["at_s"].to_numpy() / 30))  # now a fifth slower, now a fifth faster
+    table["median_s"] *= slow
+    table["min_s"] = table["max_s"] = np.nan
+    table["gauge_s"] = 40e-6 * np.sqrt(slow)
+    gauge = fit_iterations(make_profile(table, {})).provenance["gauge"]
+    assert gauge["power"] == pytest.approx(2.0, abs=0.1)
+    assert gauge["typical_s"] == pytest.approx(40e-6, rel=0.03)
+
+
 def test_too_few_iterations_are_no_profile() -> None:
     with pytest.raises(ProfileError, match="found 3 distinct iterations, expected at least 8"):
         fit_iterations(profile_of(some_shapes(0, 3)))

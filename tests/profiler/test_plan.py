@@ -97,7 +97,7 @@ def test_alike_shapes_become_one_and_the_rest_are_kept() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "x"}, "expected 'charioteer measurement plan' version 1"),
+        ({"format": "x"}, "expected 'charioteer measurement plan' version 2"),
         ({"points": [["corner", [[0, 5]], 0, 0, 0, 0, 1]]}, "points: found .*at least 1 token"),
         ({"points": [["corner", [], 3, 2, 1, 0, 3]]}, "points: found .*a context of 1 or more each"),
         ({"points": [["why", [], 1, 2, 2, 0, 1]]}, "found reason 'why'"),

@@ -1,0 +1,35 @@
+"""The optional build: `CHARIOTEER_COMPILE=1 pip install .` compiles the hot modules with mypyc; otherwise nothing is.
+
+It is the same source, and it gives the same results (docs/performance.md). A C compiler is needed, and where the build
+is isolated, as pip's is, mypy comes in by itself. `CHARIOTEER_COMPILE=1 python setup.py build_ext --inplace` compiles a
+checkout (mypy has to be there); whoever then edits a module deletes its compiled twin, or compiles again.
+"""
+
+import os
+import runpy
+import sys
+
+from setuptools import setup
+
+WANTED = os.environ.get("CHARIOTEER_COMPILE", "") not in ("", "0")
+
+try:
+    from mypyc.build import mypycify
+except ImportError:
+    mypycify = None
+
+
+def extensions() -> list:
+    """The compiled modules."""
+    files = [name.replace(".", "/") + ".py" for name in runpy.run_path("policies/compiling.py")["HOT"]]
+    version = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
+    return mypycify([version, "--follow-imports=silent", *files], opt_level="3", debug_level="0")
+
+
+if not WANTED:
+    setup()
+elif mypycify is None:
+    # pip asks what this build requires.
+    setup(setup_requires=["mypy[mypyc]>=1.18", "numpy", "simpy>=4.1"])
+else:
+    setup(ext_modules=extensions())
