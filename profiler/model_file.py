@@ -167,9 +167,9 @@ def read_model(path: str | Path) -> DeviceFit:
         profiled=entry.pairs("profiled", lambda pair: (str(pair[0])[:200], int(pair[1]))),
         terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
-        errors={key: dict(value) for key, value in entry.mapping("errors").items() if isinstance(value, dict)},
+        errors={key: entry.inner("errors", key).numbers() for key in entry.mapping("errors")},
         worst=tuple(str(line)[:200] for line in entry.values.get("worst") or () if isinstance(line, str)),
-        noise={key: float(value) for key, value in entry.mapping("noise").items() if isinstance(value, int | float)},
+        noise=_Entry(path, "noise", entry.mapping("noise")).numbers(low=0.0),
     )
 
 
@@ -204,6 +204,12 @@ class _Entry:
         if value != int(value):
             self.fail(key, value, "a whole number")
         return int(value)
+
+    def numbers(self, low: float = -1e15) -> dict[str, float]:
+        return {key: self.number(key, low, 1e15) for key in self.values}
+
+    def inner(self, key: str, name: str) -> _Entry:
+        return _Entry(self.path, f"{key}.{name}", self.values[key][name])
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.values.get(key, {})
