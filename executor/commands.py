@@ -242,11 +242,9 @@ def _stop_ids(loaded: Any) -> tuple[int, ...]:
 
 def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
     """Mistakes that would otherwise show only after the run."""
-    from metrics import check_asked
     from policies import make_policy
 
     make_policy(settings.policy, settings.knobs)
-    check_asked(settings.warmup, settings.slo)
     if out is not None:
         from metrics.run_folder import check_run_place
 

@@ -86,6 +86,10 @@ class LiveConfig:
 
     def __post_init__(self) -> None:
         check_settings(self, ExecutorError)
+        if self.warmup is not None or self.slo is not None:
+            from metrics.slo import check_statistics
+
+            check_statistics(self.warmup, self.slo)
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
 from executor.warm_up import measure_costs, warm_up
-from metrics import check_asked
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
@@ -84,7 +81,6 @@ def replay_live(
     Raises ExecutorError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
     config = _with_options(config or LiveConfig(), options)
-    check_asked(config.warmup, config.slo)
     if config.limit is not None:
         trace = trace.head(config.limit)
     if not len(trace):
@@ -292,10 +288,12 @@ def _finish(
     facts: Mapping[str, Any],
 ) -> LiveRun:
     from metrics import summarise
+    from metrics.slo import parse_objectives
 
     tables = recorder.tables()
     tables.config = {**_run_config(trace, config, policy, scheduler, runner, outcome, max_model_len), **facts}
-    summary = summarise(tables, warmup=config.warmup or 0, slo=config.slo)
+    slo = parse_objectives(config.slo) if config.slo else None
+    summary = summarise(tables, warmup=config.warmup or 0, slo=slo)
     return LiveRun(tables, tables.config, summary, outcome)
 
 
@@ -308,6 +306,7 @@ def _run_config(
     outcome: Outcome,
     max_model_len: int,
 ) -> dict[str, Any]:
+    from metrics.run_folder import versions_of
     from profiler.work import byte_coefficients, flop_coefficients
 
     loaded = runner.loaded
@@ -333,23 +332,16 @@ def _run_config(
         "block_size": config.block_size,
         "num_blocks": scheduler.ledger.total_blocks,
         "watermark_blocks": scheduler.watermark_blocks,
-        "slots": max(1, scheduler.ledger.slots),
+        "slots": max(1, scheduler.ledger.slots // scheduler.host.micro_batches),
         "chunk_size": knobs.get("chunk_size"),
-        "trace": {
-            "name": trace.name,
-            "format": trace.source_format,
-            "requests": len(trace),
-            "span_s": float(trace.arrival_ns[-1] - trace.arrival_ns[0]) / 1e9,
-            "notes": list(trace.notes),
-            "provenance": dict(trace.provenance),
-        },
+        "trace": trace.facts(),
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
         "memory": _memory_facts(scheduler, runner),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,
         "cpu_s": outcome.cpu_s,
-        "versions": _versions(),
+        "versions": versions_of(PACKAGES),
         "model_flops": flop_coefficients(loaded.source.spec),
         **({"model_bytes": byte_coefficients(loaded.source.spec, dtype, kv_dtype)} if countable else {}),
     }
@@ -373,13 +365,3 @@ def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
 
 def _limit(value: int) -> int | None:
     return None if value >= UNLIMITED else value
-
-
-def _versions() -> Mapping[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source"
-    return found

@@ -32,15 +32,6 @@ class MeasuredCosts:
         return ceil(self.token_ns * tokens)
 
 
-def ladder_of(config: LiveConfig) -> Ladder | None:
-    if config.ladder is None:
-        return None
-    return Ladder.of(
-        config.ladder, trouble_from=config.trouble_from, plain_tokens=config.plain_tokens, risk=config.risk,
-        max_wait_s=config.max_wait_s,
-    )  # fmt: skip
-
-
 def moved_block_bytes(config: LiveConfig, loaded: Loaded) -> int:
     """Bytes of a block on its way to host memory, as the simulator counts them."""
     compression = compression_of(config)
@@ -51,7 +42,7 @@ def moved_block_bytes(config: LiveConfig, loaded: Loaded) -> int:
 
 def make_swap(config: LiveConfig, block_bytes: int, costs: MeasuredCosts) -> Swap | None:
     """Host memory as the config wants it; None where preempted requests recompute."""
-    ladder = ladder_of(config)
+    ladder = Ladder.of_settings(config)
     if "offload" not in ladder.rungs if ladder is not None else config.preemption == "recompute":
         return None
     memory = HostMemory.of(round(config.swap_gib * GIB), block_bytes, round(config.swap_page_mib * MIB))
@@ -60,7 +51,7 @@ def make_swap(config: LiveConfig, block_bytes: int, costs: MeasuredCosts) -> Swa
 
 
 def make_admission(config: LiveConfig) -> AdmissionControl | None:
-    ladder = ladder_of(config)
+    ladder = Ladder.of_settings(config)
     return None if ladder is None else AdmissionControl(ladder)
 
 

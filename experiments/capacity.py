@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments.errors import ExperimentError
+from policies.admission import OVERLOADED
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -198,9 +201,11 @@ def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> 
     if objective.queue_delay_s is not None:
         tightness["queue delay"] = summary["scheduling_delay_s_p50"] / objective.queue_delay_s
     # Requests that ended otherwise have no latency that could be too long; many of them must not count as met. Those
-    # that are too long for the engine are rejected at any rate, and only counted.
-    status = tables.column("requests", "status")[wanted]
-    rejected = int((status == "rejected").sum())
+    # that are too long for the engine are rejected at any rate, and only counted; who is turned away because the
+    # engine is overloaded is not.
+    status, reason = (tables.column("requests", name)[wanted] for name in ("status", "reason"))
+    turned_away = np.array([str(text).startswith(OVERLOADED) for text in reason], dtype=bool)
+    rejected = int(((status == "rejected") & ~turned_away).sum())
     lost = 1 - (summary["measured_finished"] + rejected) / summary["measured"]
     if lost > MOST_LOST:
         tightness["requests that did not finish"] = lost / MOST_LOST
@@ -215,27 +220,16 @@ def _statistic(bound: Bound, summary: Mapping[str, Any], tables: RunTables, want
         value = float(summary[bound.key])
     else:
         assert bound.percentile is not None
-        finished = wanted & (tables.column("requests", "status") == "finished")
         if bound.metric == "tbt":
             from metrics.token_times import TokenTimes
 
-            gaps = TokenTimes(tables).gaps(finished)
+            gaps = TokenTimes(tables).gaps(wanted & (tables.column("requests", "status") == "finished"))
             value = percentiles(gaps.ns / 1e9, [bound.percentile], gaps.count)[0]
         else:
-            value = percentiles(_own(bound.metric, tables, finished), [bound.percentile])[0]
+            from metrics.latencies import finished_latencies
+
+            value = percentiles(finished_latencies(tables, wanted)[bound.metric], [bound.percentile])[0]
     return 0.0 if math.isnan(value) else value
-
-
-def _own(metric: str, tables: RunTables, finished: Any) -> Any:
-    """TTFT, E2E or TPOT of each finished request, in seconds."""
-    moments = ("arrival_s", "first_token_s", "finished_s")
-    arrival, first, end = (tables.column("requests", name)[finished] for name in moments)
-    if metric == "ttft":
-        return first - arrival
-    if metric == "e2e":
-        return end - arrival
-    gaps = tables.column("requests", "output_tokens")[finished] - 1
-    return (end - first)[gaps > 0] / gaps[gaps > 0]
 
 
 def mean_rate(trace: Trace) -> float:

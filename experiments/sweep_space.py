@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Axis:
     """One thing that varies: `values` to choose from, or a range from `low` to `high`, both included.
 
     step: distance of neighbouring values. count: how many values a grid takes. log: evenly spread in the logarithm.
-    whole: the values are whole numbers (both ends were given as such).
+    whole: the values are whole numbers (both ends were given as such, and what varies takes no others).
     """
 
     name: str
@@ -123,11 +123,12 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path()) -> SweepSpec:
     if not space:
         raise ExperimentError("space: found no axis, expected at least one, such as chunk_size = [256, 512]")
     axes = tuple(_axis(name, value) for name, value in _flat(space))
+    base = _table(content, "base")
     spec = SweepSpec(
         method,
-        axes,
+        tuple(_with_fractions(axis, _policies(axes, base)) for axis in axes),
         _absolute(_table(content, "trace"), folder),
-        _table(content, "base"),
+        base,
         _whole(content, "points", 0),
         _whole(content, "seed", 0),
         str(content.get("objective", "")),
@@ -202,10 +203,7 @@ def is_knob(name: str) -> bool:
 def _check_names(spec: SweepSpec) -> None:
     from experiments.workload import WORKLOAD_KEYS
 
-    policies = {str(spec.base.get("policy", "chunked"))}
-    for axis in spec.axes:
-        if axis.name == "policy":
-            policies = set(map(str, axis.values))
+    policies = _policies(spec.axes, spec.base)
     known = set().union(*(_knobs_of(policy) for policy in policies))
     for name in [*(axis.name for axis in spec.axes), *spec.base]:
         prefix, dot, rest = name.partition(".")
@@ -236,6 +234,31 @@ def _knobs_of(policy: str) -> frozenset[str]:
     from policies import knobs_of, policy_class
 
     return frozenset(knobs_of(policy_class(policy)))
+
+
+def _policies(axes: tuple[Axis, ...], base: Values) -> set[str]:
+    """Every policy that the points run under."""
+    varied = next((axis.values for axis in axes if axis.name == "policy"), None)
+    return {str(base.get("policy", "chunked"))} if varied is None else set(map(str, varied))
+
+
+def _with_fractions(axis: Axis, policies: set[str]) -> Axis:
+    """A range from 1 to 2 of what takes fractions has values in between; of anything else, whole ones only."""
+    from policies import knobs_of, policy_class
+    from simulator.config import ReplayConfig
+
+    if axis.values or not axis.whole:
+        return axis
+    field = ReplayConfig.__dataclass_fields__.get(axis.name)
+    kinds = [str(field.type)] if field is not None else []
+    if is_knob(axis.name):
+        knobs = [knobs_of(policy_class(policy)).get(axis.name) for policy in policies]
+        kinds = [str(knob.type) for knob in knobs if knob is not None]
+    if axis.name in ("trace.duration_s", "trace.timeout_s") or any("float" in kind for kind in kinds):
+        return replace(axis, low=float(axis.low), high=float(axis.high))
+    if axis.step is not None and axis.step != int(axis.step):
+        raise ExperimentError(f"space.{axis.name}.step: found {axis.step}, expected a whole number, as the ends are")
+    return axis
 
 
 def _flat(space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.validate_compare import AIMS, Iterations
 from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, legend_above, new_figure, styles_for
+from metrics.latencies import finished_latencies
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,14 +127,8 @@ def drift_figure(probes: list[Probe]) -> Figure:
 
 def _latencies(run: RunTables) -> list[Any]:
     """TTFT, TPOT and E2E of finished requests, seconds."""
-    finished = run.column("requests", "status") == "finished"
-    columns = {name: run.column("requests", name)[finished] for name in ("arrival_s", "first_token_s", "finished_s")}
-    output = run.column("requests", "output_tokens")[finished]
-    first, end = columns["first_token_s"], columns["finished_s"]
-    several = output > 1
-    return [
-        first - columns["arrival_s"], (end - first)[several] / (output[several] - 1), end - columns["arrival_s"],
-    ]  # fmt: skip
+    own = finished_latencies(run)
+    return [own[name] for name in ("ttft", "tpot", "e2e")]
 
 
 def _cdf(values: Any) -> tuple[Any, Any]:

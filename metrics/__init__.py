@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from metrics.columns import MetricsError
 
 if TYPE_CHECKING:
-    from metrics.asked import check_asked, parse_warmup
     from metrics.bubbles import find_bubbles
     from metrics.figures import draw_all
     from metrics.pipeline_figures import draw_pipeline
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from metrics.report import comparison_table, differences
     from metrics.request_bubbles import request_bubble_ns
     from metrics.run_folder import is_run_folder, read_run, write_run
-    from metrics.slo import parse_slo
+    from metrics.slo import parse_slo, parse_warmup
     from metrics.summary import summarise, summarise_classes
     from metrics.summary_keys import SUMMARY_KEYS
     from metrics.tables import RunTables
@@ -29,7 +28,6 @@ _HOME = {
     "Recorder": "metrics.recorder",
     "RunTables": "metrics.tables",
     "SUMMARY_KEYS": "metrics.summary_keys",
-    "check_asked": "metrics.asked",
     "comparison_table": "metrics.report",
     "differences": "metrics.report",
     "draw_all": "metrics.figures",
@@ -37,7 +35,7 @@ _HOME = {
     "find_bubbles": "metrics.bubbles",
     "is_run_folder": "metrics.run_folder",
     "parse_slo": "metrics.slo",
-    "parse_warmup": "metrics.asked",
+    "parse_warmup": "metrics.slo",
     "parse_window": "metrics.timeline",
     "read_run": "metrics.run_folder",
     "request_bubble_ns": "metrics.request_bubbles",
@@ -52,7 +50,6 @@ __all__ = [
     "MetricsError",
     "Recorder",
     "RunTables",
-    "check_asked",
     "comparison_table",
     "differences",
     "draw_all",

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.causes import CAUSES, FILL_DRAIN, HOST, PB1, PB2, PB3, STAGE_SPLIT, STARVATION, TRANSFER
+from metrics.fleet import devices_per_stage, fleet
 from metrics.pipeline import Schedule, schedules
 from metrics.tables import RunTables
 
@@ -67,14 +68,15 @@ class Bubbles:
     """The bubbles of a run. idle_ns: [stages, causes], busy_ns and in_flight_ns: [stages], summed over replicas.
 
     idle_ns.sum(axis=1) + busy_ns == in_flight_ns, exactly. batch_ns: per row of the table of iterations, the time that
-    all stages together waited for this batch.
+    all stages together waited for this batch. lost_device_s: device-seconds lost, idle stage-seconds x devices of a
+    stage.
     """
 
     idle_ns: Ints
     busy_ns: Ints
     in_flight_ns: Ints
     batch_ns: Ints
-    devices_per_stage: int
+    lost_device_s: float
     gaps: list[Gaps] = field(repr=False)
 
     @property
@@ -88,11 +90,6 @@ class Bubbles:
         """Per cause, its idle time / in-flight time of all stages; they add up to `share`."""
         total = int(self.in_flight_ns.sum())
         return {name: int(self.idle_ns[:, c].sum()) / total if total else float("nan") for c, name in enumerate(CAUSES)}
-
-    @property
-    def lost_device_s(self) -> float:
-        """Device-seconds lost in bubbles: idle stage-seconds x devices of a stage (its tensor-parallel degree)."""
-        return int(self.idle_ns.sum()) * self.devices_per_stage / 1e9
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per stage, and one for all: seconds in flight, busy, idle, and idle by cause."""
@@ -137,13 +134,13 @@ def find_bubbles(run: RunTables) -> Bubbles:
 
     return Bubbles(
         total(idle, (depth, len(CAUSES))), total(busy, (depth,)), total(in_flight, (depth,)), batch_ns,
-        _devices_per_stage(run), gaps,
+        _lost_device_s(run, gaps), gaps,
     )  # fmt: skip
 
 
-def _devices_per_stage(run: RunTables) -> int:
-    replay = run.config.get("replay")
-    return int(run.config.get("tp") or (replay.get("tp") if isinstance(replay, dict) else None) or 1)
+def _lost_device_s(run: RunTables, gaps: list[Gaps]) -> float:
+    width = devices_per_stage(fleet(run), np.array([found.replica for found in gaps], dtype=np.int64))
+    return float(sum(int((found.end - found.start).sum()) * each for found, each in zip(gaps, width.tolist()))) / 1e9
 
 
 def _replica_gaps(s: Schedule) -> tuple[Gaps, int]:
@@ -275,7 +272,8 @@ def _split_by_cause(
 
     def within(share: Floats) -> Floats:
         upto = np.concatenate([np.zeros((n, 1)), np.cumsum(share[:, :-1] * lengths, axis=1)], axis=1)
-        return (upto[:, b] - upto[:, a]).T
+        spent: Floats = (upto[:, b] - upto[:, a]).T
+        return spent
 
     return _whole_numbers(np.where(at_edge[:, None], within(edge_shares), within(shares)), end - start)
 

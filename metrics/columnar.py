@@ -44,7 +44,7 @@ def iteration_tables(
     straight: rows of `pack_straight` and their stretches. leap_rows: `pack_leap` of every leap's first iteration;
     leaps: the entries of Leaps for each.
     """
-    leapt = Leaps(*zip(*leaps)) if leaps else None
+    leapt = _together(Leaps, leaps) if leaps else None
     total = len(plain.rows) + len(straight[0]) + (sum(leapt.steps) if leapt is not None else 0)
     columns = _empty_columns(total)
     chunks: list[Entries] = []
@@ -98,6 +98,11 @@ def _fill_plain(
         stages.append((at, counts["stages"], _matrix(plain.stages, 3)))
 
 
+def _together(kind: Any, events: Sequence[tuple[Any, ...]]) -> Any:
+    """Many events as one, each field a sequence of theirs."""
+    return kind(*zip(*events))
+
+
 def _in_order(name: str, total: int, parts: Sequence[Entries]) -> tuple[Ints, Ints]:
     """A list column's lengths and [fields, entries], for all rows of the table."""
     lens = np.zeros(total, dtype=np.int64)
@@ -112,7 +117,7 @@ def _in_order(name: str, total: int, parts: Sequence[Entries]) -> tuple[Ints, In
 
 def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
     """The `requests` and `segments` rows of buffered events, in their order; segments of a request in order of time."""
-    fields = RequestEvent(*zip(*events))
+    fields = _together(RequestEvent, events)
     requests = fields.request
     ids = ints([request.id for request in requests])
     never = -1
@@ -262,7 +267,7 @@ def _strings(values: Sequence[str | None]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
-def _list_array(name: str, lens: Ints, flat: Sequence[Ints]) -> pa.Array:
+def _list_array(name: str, lens: Ints, flat: Ints) -> pa.Array:
     list_type = schema("iterations").field(name).type
     offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     arrays = [_array(name, field, values) for values, field in zip(flat, list_type.value_type)]
@@ -285,7 +290,8 @@ def _flat_positions(starts: Ints, lens: Ints, rows: Ints) -> Ints:
 def _sums(values: Ints, lens: Ints) -> Ints:
     running = np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
     ends = np.cumsum(lens)
-    return running[ends] - running[ends - lens]
+    sums: Ints = running[ends] - running[ends - lens]
+    return sums
 
 
 def _lengths(sequences: Sequence[Any]) -> Ints:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from metrics.columns import MetricsError
+
+if TYPE_CHECKING:
+    from metrics.tables import RunTables
 
 app = typer.Typer(
     help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
@@ -209,7 +212,17 @@ def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
     tables = read_run(run)
     if tables.summary and not warmup and not slo:
         return tables.summary
-    return summarise(tables, warmup=warmup or 0, slo=parse_objectives(slo) if slo else None)
+    slo = slo or _own(tables, "slo")
+    return summarise(tables, warmup=warmup or _own(tables, "warmup") or 0, slo=parse_objectives(slo) if slo else None)
+
+
+def _own(run: RunTables, setting: str) -> str:
+    """What the run itself was summarised with, "" for nothing."""
+    for world in ("replay", "live"):
+        settings = run.config.get(world)
+        if isinstance(settings, dict):
+            return str(settings.get(setting) or "")
+    return ""
 
 
 def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> None:
@@ -221,7 +234,7 @@ def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> No
     if column not in ("slo", "priority", "session"):
         raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
     tables = read_run(run)
-    objective = slo or (tables.config.get("replay") or {}).get("slo") or ""
+    objective, warmup = slo or _own(tables, "slo"), warmup or _own(tables, "warmup")
     summaries = summarise_classes(
         tables, column, slo=parse_objectives(objective) if objective else None, warmup=warmup or 0
     )

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 SINGLE_COLUMN_IN = 3.35
 DOUBLE_COLUMN_IN = 7.0
 
+LEGEND_POINTS = 7
+
 RC = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
-    "legend.fontsize": 7,
+    "legend.fontsize": LEGEND_POINTS,
     "legend.frameon": False,
     "legend.handlelength": 2.6,
     "axes.spines.top": False,
@@ -136,7 +138,7 @@ def legend_above(figure: Figure, axes: Axes, count: int, per_row: int = 4) -> No
     """One legend for the whole figure, above it; at most `per_row` labels side by side, fewer where they are long."""
     handles, labels = axes.get_legend_handles_labels()
     # A letter is about 0.55 of the font size wide; line, gap and column spacing take about six letters more.
-    points = RC["legend.fontsize"] * 0.55 * (6 + max((len(label) for label in labels), default=0))
+    points = LEGEND_POINTS * 0.55 * (6 + max((len(label) for label in labels), default=0))
     fitting = max(1, int(figure.get_figwidth() * 72 / points))
     columns = min(count, per_row, fitting)
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, columnspacing=1.4)

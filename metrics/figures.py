@@ -25,6 +25,7 @@ from metrics.figure_style import (
     save,
     styles_for,
 )
+from metrics.latencies import finished_latencies
 from metrics.statistics import percentiles
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
@@ -71,8 +72,7 @@ def ttft_cdf(runs: Runs, *, width_in: float = SINGLE_COLUMN_IN) -> Figure:
     """CDF of the time to first token of finished requests."""
 
     def ttft(run: RunTables) -> tuple[Floats, NDArray[np.int64]]:
-        finished = run.column("requests", "status") == "finished"
-        values = (run.column("requests", "first_token_s") - run.column("requests", "arrival_s"))[finished]
+        values = finished_latencies(run)["ttft"]
         return values, np.ones(len(values), dtype=np.int64)
 
     samples = {label: ttft(run) for label, run in runs.items()}

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +165,17 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise MetricsError(f"{file}: found a JSON {type(content).__name__}, expected an object")
     return content
+
+
+def versions_of(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of libraries that a result depends on, for config.json."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "source"
+    return found
 
 
 def json_ready(value: Any) -> Any:

@@ -84,6 +84,23 @@ def parse_objectives(text: str) -> str | dict[str, str]:
     return objectives
 
 
+def check_statistics(warmup: str | None, slo: str | None) -> None:
+    """Raises MetricsError for a warm-up or an objective that no summary could be made with: before the run, not after
+    it."""
+    if slo:
+        parse_objectives(slo)
+    if warmup not in (None, "auto"):
+        parse_warmup(str(warmup))
+
+
+def parse_warmup(warmup: int | str) -> tuple[float, bool]:
+    """(amount, whether it is seconds) of a number of requests such as 100, or of seconds such as "30s"."""
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*(s?)\s*", str(warmup), re.ASCII)
+    if not match or (not match[2] and "." in match[1]):
+        raise MetricsError(f"warm-up: found {str(warmup)[:40]!r}, expected a number of requests (100) or seconds (30s)")
+    return float(match[1]), bool(match[2])
+
+
 def requests_within(bounds: tuple[Bound, ...], own: Mapping[str, Floats], tokens: TokenTimes) -> Bools:
     """Per request, whether it meets every bound by itself.
 
@@ -114,7 +131,7 @@ def _gap_percentile_within(bound: Bound, tokens: TokenTimes) -> Bools:
     position = bound.percentile / 100 * np.maximum(gaps - 1, 0)
     low = np.floor(position).astype(np.int64)
     high = np.minimum(low + (position > low), np.maximum(gaps - 1, 0))
-    within = (gaps == 0) | (below > high)
+    within: Bools = (gaps == 0) | (below > high)
     for row in np.flatnonzero(~within & (below > low)):
         own = np.diff(tokens.of_request(int(row))) / 1e9
         within[row] = percentiles(own, [bound.percentile])[0] <= bound.bound_s

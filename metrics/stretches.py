@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.events import LEAP, STRAIGHT, Leaps, Stretch
+from metrics.events import LEAP, STRAIGHT, Stretch
 
 Ints = NDArray[np.int64]
 Columns = dict[str, NDArray[Any]]
+AllLeaps = Any
+"""A `metrics.events.Leaps` in which each field is a sequence, of all leaps."""
 Entries = tuple[Ints, Ints, Ints]
 """Entries of a list column: the rows that have some, how many each has, and [fields, entries] in order of the rows."""
 
@@ -53,7 +55,7 @@ def fill_stretches(columns: Columns, rows: Ints, stretches: Sequence[Stretch]) -
     return (where, some.astype(np.int64), chunks), (where, grow.astype(np.int64), cohorts)
 
 
-def fill_leaps(columns: Columns, numbers: Ints, leaps: Leaps, rows: Ints) -> Entries:
+def fill_leaps(columns: Columns, numbers: Ints, leaps: AllLeaps, rows: Ints) -> Entries:
     """Fill the rows of all leaps; returns their cohorts. numbers: [LEAP, leaps]; rows: where the iterations belong."""
     steps = ints(leaps.steps)
     elapsed = counts_up(steps)
@@ -100,11 +102,12 @@ def fill_leaps(columns: Columns, numbers: Ints, leaps: Leaps, rows: Ints) -> Ent
     return rows, np.ones(len(rows), dtype=np.int64), cohorts
 
 
-def _taken_before(leaps: Leaps, steps: Ints) -> Ints:
+def _taken_before(leaps: AllLeaps, steps: Ints) -> Ints:
     """Blocks that the plans of a leap took between its first iteration and each of its iterations."""
     taken = _joined([[0] * k if each is None else each for each, k in zip(leaps.taken, leaps.steps)])
     before = np.cumsum(taken) - taken
-    return before - np.repeat(before[np.cumsum(steps) - steps], steps)
+    since: Ints = before - np.repeat(before[np.cumsum(steps) - steps], steps)
+    return since
 
 
 def _per_step(values: Sequence[Any], steps: Ints) -> Ints:

@@ -1,8 +1,8 @@
 """A run in one flat dictionary, computed from its tables alone: every number can be rebuilt from the run folder.
 
 Latencies are those of measured requests that finished; whatever ended otherwise is counted, and counts against the
-SLO. Throughput is what the machine delivered in the measured window, whoever it was for. What each key means stands
-in `metrics.summary_keys.SUMMARY_KEYS`.
+SLO. Throughput is what the machine delivered in the measured window, to requests of the warm-up too. What each key
+means stands in `metrics.summary_keys.SUMMARY_KEYS`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.asked import parse_warmup
-from metrics.columns import STATUSES, MetricsError, to_ns
+from metrics.columns import STATUSES, MetricsError
+from metrics.fleet import Presence, fleet, stage_seconds
+from metrics.latencies import own_latencies
 from metrics.memory_keys import memory_summary
-from metrics.slo import Bound, parse_slo, requests_within
+from metrics.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.statistics import jain_index, percentiles, statistics
 from metrics.steady_state import steady_state
 from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
-from metrics.utilisation import Work, share_of_peak, work_per_iteration
+from metrics.utilisation import Work, utilisation
 from metrics.windows import held_ns
 
 Bools = NDArray[np.bool_]
@@ -50,7 +51,7 @@ def summarise(
     slo: such as `ttft_p99=2,tbt_p99=0.2`, or one per SLO class (column `slo` of the requests).
     peaks: peak_flops, peak_bytes_per_s (of one device) and devices, for MFU and MBU.
     model_flops, model_bytes: work per iteration, see `metrics.utilisation`.
-    wanted: one flag per row of the requests table: only these are measured.
+    wanted: one flag per row of the requests table: only these are counted, measured and in the throughput.
 
     Options left out are taken from the run's config where it has them: token_budget, num_blocks, chunk_size, slots,
     peaks, model_flops, model_bytes.
@@ -64,18 +65,18 @@ def summarise(
         # Where no steady part was found nothing is left out: `overloaded` says why.
         warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
     start_s, measured = _window(requests, warmup)
-    warmup_requests = len(measured) - int(measured.sum())
-    if wanted is not None:
-        measured &= wanted
+    counted = np.ones(len(measured), dtype=bool) if wanted is None else wanted
+    warmup_requests = int((counted & ~measured).sum())
+    measured &= counted
     end_s = float(np.max(requests["finished_s"], initial=start_s))
     finished = measured & (requests["status"] == "finished")
-    own = _own_latencies(requests, finished)
+    own = own_latencies(requests, finished)
     summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
     summary.update({key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")})
     summary["calibrated"] = config.get("calibrated")
     summary.update(
-        requests=len(measured),
-        **{status: int((requests["status"] == status).sum()) for status in STATUSES},
+        requests=int(counted.sum()),
+        **{status: int((requests["status"][counted] == status).sum()) for status in STATUSES},
         warmup_requests=warmup_requests,
         measured=int(measured.sum()),
         measured_finished=int(finished.sum()),
@@ -87,15 +88,16 @@ def summarise(
     )
     summary.update(_latencies(own, tokens, finished))
     summary.update(_stalls(tokens, finished, stall_bound_s))
-    summary.update(_throughput(requests, tokens, start_s, end_s))
+    summary.update(_throughput(requests, tokens, counted, start_s, end_s))
     summary.update(_fairness(requests, finished, own))
     summary.update(_counts(requests, measured))
     summary.update(memory_summary(config, requests["cached_tokens"], measured))
-    summary.update(_iterations(run, config, start_s, end_s))
+    stays = fleet(run, None if peaks is None else peaks.get("devices", 1))
+    summary.update(_iterations(run, config, stays, start_s, end_s))
     summary["pd_optimum"] = pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots"))
     summary.update(
-        _utilisation(
-            run, start_s, end_s, peaks or config.get("peaks"), model_flops if model_flops is not None
+        utilisation(
+            run, stays, start_s, end_s, peaks or config.get("peaks"), model_flops if model_flops is not None
             else config.get("model_flops"), model_bytes if model_bytes is not None else config.get("model_bytes"),
         )
     )  # fmt: skip
@@ -108,6 +110,8 @@ def summarise_classes(
     run: RunTables, column: str = "slo", *, slo: str | Mapping[str, str] | None = None, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """One summary per value of a column of the requests (SLO class, priority, session), in order; null is "none".
+
+    Counts, latencies and throughput are those of its requests; iterations, memory and devices are the whole run's.
 
     slo: one objective for all, or one per SLO class, as in `summarise`.
     """
@@ -166,27 +170,6 @@ def _window(requests: dict[str, NDArray[Any]], warmup: int | str) -> tuple[float
     return float(start), measured
 
 
-def _own_latencies(requests: dict[str, NDArray[Any]], finished: Bools) -> dict[str, Floats]:
-    """Latencies of each request in seconds; NaN unless it is among the finished ones and has such a value."""
-    moments = {name: requests[f"{name}_s"] for name in ("arrival", "admitted", "first_token", "finished")}
-
-    def between(start: str, end: str) -> Floats:
-        known = finished & ~np.isnan(moments[start]) & ~np.isnan(moments[end])
-        span = np.full(len(finished), np.nan)
-        span[known] = (to_ns(moments[end][known]) - to_ns(moments[start][known])) / 1e9
-        return span
-
-    output = requests["output_tokens"]
-    e2e = between("arrival", "finished")
-    return {
-        "ttft": between("arrival", "first_token"),
-        "tpot": np.where(output > 1, between("first_token", "finished"), np.nan) / np.where(output > 1, output - 1, 1),
-        "e2e": e2e,
-        "normalized_latency": e2e / np.maximum(output, 1),
-        "scheduling_delay": between("arrival", "admitted"),
-    }
-
-
 def _latencies(own: dict[str, Floats], tokens: TokenTimes, finished: Bools) -> dict[str, float]:
     found = {}
     for name in LATENCIES:
@@ -216,12 +199,12 @@ def _stalls(tokens: TokenTimes, finished: Bools, bound_s: float) -> dict[str, fl
 
 
 def _throughput(
-    requests: dict[str, NDArray[Any]], tokens: TokenTimes, start_s: float, end_s: float
+    requests: dict[str, NDArray[Any]], tokens: TokenTimes, counted: Bools, start_s: float, end_s: float
 ) -> dict[str, float]:
     duration = end_s - start_s
-    ended = (requests["status"] == "finished") & (requests["finished_s"] >= start_s)
-    prompts = int(requests["prompt_tokens"][requests["first_token_s"] >= start_s].sum())
-    output = tokens.delivered(round(start_s * 1e9))
+    ended = counted & (requests["status"] == "finished") & (requests["finished_s"] >= start_s)
+    prompts = int(requests["prompt_tokens"][counted & (requests["first_token_s"] >= start_s)].sum())
+    output = tokens.delivered(round(start_s * 1e9), counted)
     return {
         "requests_per_s": _ratio(int(ended.sum()), duration),
         "output_tokens_per_s": _ratio(output, duration),
@@ -249,7 +232,9 @@ def _counts(requests: dict[str, NDArray[Any]], measured: Bools) -> dict[str, flo
     }
 
 
-def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s: float) -> dict[str, Any]:
+def _iterations(
+    run: RunTables, config: Mapping[str, Any], stays: list[Presence], start_s: float, end_s: float
+) -> dict[str, Any]:
     begun_ns, ended_ns = run.column_ns("iterations", "start_s"), run.column_ns("iterations", "end_s")
     inside_window = ended_ns > round(start_s * 1e9)
 
@@ -265,7 +250,6 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
     host_ns = sum(
         int(run.column_ns("iterations", f"host_{when}_s")[inside_window].sum()) for when in ("before", "after")
     )
-    units = len(np.unique(run.column("stages", "replica").astype(np.int64) * 65_536 + run.column("stages", "stage")))
     lengths = (ended_ns - begun_ns)[inside_window] / 1e9
     found: dict[str, Any] = {f"iteration_s_{name}": value for name, value in statistics(lengths).items()}
     found.update(
@@ -280,7 +264,7 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
         graph_padding_rows=int(np.maximum(column("executed_rows") - tokens - dummies, 0).sum()),
         host_s_total=host_ns / 1e9,
         device_s_total=device_ns / 1e9,
-        device_busy_share=_ratio(device_ns / 1e9, units * (end_s - start_s)),
+        device_busy_share=_ratio(device_ns / 1e9, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count),
         kv_blocks=blocks,
     )
@@ -291,32 +275,6 @@ def _iterations(run: RunTables, config: Mapping[str, Any], start_s: float, end_s
         used = 1 - column("free_blocks") / blocks
         found["kv_use_mean"] = _ratio(float((used * held).sum()), float(held.sum()))
         found["kv_use_max"] = float(np.max(used, initial=0.0))
-    return found
-
-
-def _utilisation(
-    run: RunTables,
-    start_s: float,
-    end_s: float,
-    peaks: Mapping[str, float] | None,
-    model_flops: Work | None,
-    model_bytes: Work | None,
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    if not peaks:
-        return found
-    inside_window = run.column("iterations", "end_s") > start_s
-    devices = peaks.get("devices", 1)
-    stages = len(np.unique(run.column("stages", "stage"))) or 1
-    # A stage's devices are busy for its share of the device time, so busy time is the sum over stages / stages.
-    replicas = len(np.unique(run.column("iterations", "replica"))) or 1
-    busy_s = float(run.column("iterations", "device_s")[inside_window].sum()) / (stages * replicas)
-    for name, work, peak in (("mfu", model_flops, "peak_flops"), ("mbu", model_bytes, "peak_bytes_per_s")):
-        if work is None or peak not in peaks:
-            continue
-        done = float(work_per_iteration(run, work)[inside_window].sum())
-        found[name] = share_of_peak(done, peaks[peak], devices, end_s - start_s)
-        found[f"{name}_busy"] = share_of_peak(done, peaks[peak], devices, busy_s)
     return found
 
 
@@ -345,23 +303,26 @@ def _objectives(
     if not slo:
         return {"slo_attainment": math.nan, "goodput_requests_per_s": math.nan}
     met = np.zeros(len(measured), dtype=bool)
-    run_meets: bool | None = None
+    held = np.zeros(len(measured), dtype=bool)  # whoever has an objective
+    run_meets = True
+    finished = measured & (requests["status"] == "finished")
     if isinstance(slo, str):
-        bounds = parse_slo(slo)
-        met = requests_within(bounds, own, tokens)
-        finished = measured & (requests["status"] == "finished")
-        run_meets = bool(finished.any()) and not any(
-            _statistic(bound, own, tokens, finished, summary) > bound.bound_s for bound in bounds
-        )
+        parts = [(np.ones(len(measured), dtype=bool), slo, summary)]
     else:
-        for name, objective in slo.items():
-            of_class = requests["slo"] == name
-            met |= of_class & requests_within(parse_slo(objective), own, tokens)
-    good = int((met & measured & (requests["status"] == "finished")).sum())
+        parts = [(requests["slo"] == name, objective, {}) for name, objective in slo.items()]
+    for mine, objective, known in parts:
+        bounds = parse_slo(objective)
+        held |= mine
+        met |= mine & requests_within(bounds, own, tokens)
+        if isinstance(slo, str) or (mine & measured).any():
+            run_meets &= bool((mine & finished).any()) and not any(
+                _statistic(bound, own, tokens, mine & finished, known) > bound.bound_s for bound in bounds
+            )
+    good = int((met & finished).sum())
     return {
         "slo": slo if isinstance(slo, str) else "; ".join(f"{name}: {text}" for name, text in slo.items()),
-        "slo_met": run_meets,
-        "slo_attainment": _ratio(good, int(measured.sum())),
+        "slo_met": run_meets if held[measured].any() or isinstance(slo, str) else None,
+        "slo_attainment": _ratio(good, int((held & measured).sum())),
         "goodput_requests_per_s": _ratio(good, summary["duration_s"]),
     }
 
@@ -371,11 +332,12 @@ def _statistic(
 ) -> float:
     if bound.key in summary:
         return float(summary[bound.key])
-    if bound.metric == "tbt":
-        gaps = tokens.gaps(finished)
-        return percentiles(gaps.ns / 1e9, [bound.percentile], gaps.count)[0]
-    values = own[bound.metric]
-    return percentiles(values[~np.isnan(values)], [bound.percentile])[0]
+    gaps = tokens.gaps(finished) if bound.metric == "tbt" else None
+    values = gaps.ns / 1e9 if gaps is not None else own[bound.metric][finished & ~np.isnan(own[bound.metric])]
+    counts = gaps.count if gaps is not None else None
+    if bound.percentile is None:
+        return statistics(values, counts)[bound.statistic]
+    return percentiles(values, [bound.percentile], counts)[0]
 
 
 def _setting(config: Mapping[str, Any], name: str) -> Any:

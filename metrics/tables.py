@@ -81,7 +81,8 @@ class RunTables:
 
     def column(self, table: str, name: str) -> NDArray[Any]:
         """One column as a numpy array (strings as objects); not for the nested columns."""
-        return self.table(table, [name]).column(name).to_numpy()
+        values: NDArray[Any] = self.table(table, [name]).column(name).to_numpy()
+        return values
 
     def column_ns(self, table: str, name: str) -> Ints:
         """One column of times as integer nanoseconds."""
@@ -91,7 +92,8 @@ class RunTables:
         """One table as a pandas DataFrame, without its nested columns unless they are named."""
         if columns is None:
             columns = [field.name for field in schema(name) if not str(field.type).startswith("list")]
-        return self.table(name, columns).to_pandas()
+        frame: pd.DataFrame = self.table(name, columns).to_pandas()
+        return frame
 
     def chunks(self) -> dict[str, NDArray[Any]]:
         """All prefill chunks of the run as flat columns; `row` is the row of the iteration in its table."""

@@ -108,7 +108,7 @@ def _stage_slices(run: RunTables, s: Schedule, gaps: Gaps, stage: int, window: W
             row = int(s.row[position])
             prefill, decodes = int(s.chunk_tokens[position]), int(s.decodes[position])
             name = "mixed" if prefill and decodes else "prefill" if prefill else "decode"
-            args = {
+            args: dict[str, float] = {
                 "iteration": int(s.iteration[position]),
                 "prefill tokens": prefill,
                 "decodes": decodes,
@@ -138,7 +138,7 @@ def _flow(s: Schedule, window: Window, pid: int, request: int, batches: Ints) ->
         return
     for position, (ns, tid) in enumerate(steps):
         phase = "s" if not position else "f" if position == len(steps) - 1 else "t"
-        binding = {"bp": "e"} if phase == "f" else {}
+        binding: dict[str, Any] = {"bp": "e"} if phase == "f" else {}
         yield _event(
             ph=phase, pid=pid, tid=tid, ns=ns, name=f"request {request}", cat="request",
             id=s.replica * (1 << 32) + request + 1, **binding,
@@ -157,7 +157,7 @@ def _counters(run: RunTables, s: Schedule, window: Window, pid: int) -> Iterator
         **({"KV blocks in use": blocks - free} if blocks else {"KV blocks free": free}),
     }
     for name, values in series.items():
-        changes = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else []
+        changes: Any = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else []
         for position in np.asarray(changes, dtype=np.int64).tolist():
             yield _event(ph="C", pid=pid, ns=int(when[position]), name=name, args={"value": int(values[position])})
 

@@ -24,7 +24,7 @@ class Gaps(NamedTuple):
     """Gaps between tokens in nanoseconds and how many times each was seen."""
 
     ns: Ints
-    count: Ints
+    count: Ints  # type: ignore[assignment]
 
 
 class TokenTimes:
@@ -67,13 +67,16 @@ class TokenTimes:
     def tokens_per_request(self) -> Ints:
         return self._per_request(self.request_row, self.last - self.first)
 
-    def cover(self) -> Ints:
-        """For each of times_ns, how many requests got a token then."""
-        return self._cover(self.first, self.last)
+    def cover(self, wanted: Bools | None = None) -> Ints:
+        """For each of times_ns, how many requests (or wanted ones) got a token then."""
+        if wanted is None:
+            return self._cover(self.first, self.last)
+        segments = wanted[self.request_row]
+        return self._cover(self.first[segments], self.last[segments])
 
-    def delivered(self, from_ns: int) -> int:
-        """Tokens delivered at or after a moment, whoever they were for."""
-        return int(self.cover()[self.times_ns >= from_ns].sum())
+    def delivered(self, from_ns: int, wanted: Bools | None = None) -> int:
+        """Tokens delivered at or after a moment, to everybody or to the wanted requests."""
+        return int(self.cover(wanted)[self.times_ns >= from_ns].sum())
 
     def gaps(self, wanted: Bools) -> Gaps:
         """All gaps of the wanted requests (one flag per row of the table of requests)."""

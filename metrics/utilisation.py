@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.columns import MetricsError
+from metrics.fleet import Presence, device_seconds, devices_per_stage
 from metrics.tables import RunTables
 
 Floats = NDArray[np.float64]
@@ -28,6 +29,33 @@ WORK_FEATURES = {
     "context": "keys and values read: prefix + tokens of a chunk, context + 1 of a decode",
 }
 """What a coefficient of work may be multiplied with."""
+
+
+def utilisation(
+    run: RunTables,
+    stays: list[Presence],
+    start_s: float,
+    end_s: float,
+    peaks: Mapping[str, float] | None,
+    model_flops: Work | None,
+    model_bytes: Work | None,
+) -> dict[str, float]:
+    """mfu, mfu_busy, mbu and mbu_busy of a window, where peaks and work are known."""
+    found: dict[str, float] = {}
+    if not peaks:
+        return found
+    inside_window = run.column("iterations", "end_s") > start_s
+    # A stage's devices are busy for its share of the device time.
+    replica, device_s = (run.column("iterations", name)[inside_window] for name in ("replica", "device_s"))
+    busy_s = float((device_s * devices_per_stage(stays, replica)).sum())
+    there_s = device_seconds(stays, start_s, end_s)
+    for name, work, peak in (("mfu", model_flops, "peak_flops"), ("mbu", model_bytes, "peak_bytes_per_s")):
+        if work is None or peak not in peaks:
+            continue
+        done = float(work_per_iteration(run, work)[inside_window].sum())
+        found[name] = share_of_peak(done, peaks[peak], there_s)
+        found[f"{name}_busy"] = share_of_peak(done, peaks[peak], busy_s)
+    return found
 
 
 def work_per_iteration(run: RunTables, work: Work) -> Floats:
@@ -58,7 +86,7 @@ def work_features(run: RunTables) -> dict[str, Floats]:
     rows = run.rows("iterations")
 
     def per_iteration(values: Floats) -> Floats:
-        return np.bincount(chunks["row"], weights=values, minlength=rows)
+        return np.bincount(chunks["row"], weights=values, minlength=rows).astype(np.float64, copy=False)
 
     decodes = run.column("iterations", "decodes")
     decode_context = run.column("iterations", "decode_context_total") + decodes
@@ -71,9 +99,8 @@ def work_features(run: RunTables) -> dict[str, Floats]:
     }
 
 
-def share_of_peak(work: float, peak_per_s: Any, devices: Any, duration_s: float) -> float:
-    """Work done over what `devices` of that peak could have done in the time; NaN where there was no time."""
-    for name, value in (("peak", peak_per_s), ("devices", devices)):
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise MetricsError(f"{name}: found {value!r}, expected a number above 0")
-    return work / (peak_per_s * devices * duration_s) if duration_s > 0 else float("nan")
+def share_of_peak(work: float, peak_per_s: Any, device_s: float) -> float:
+    """Work done over what devices of that peak could have done in so many device-seconds; NaN where there were none."""
+    if not isinstance(peak_per_s, (int, float)) or not peak_per_s > 0:
+        raise MetricsError(f"peak: found {peak_per_s!r}, expected a number above 0")
+    return work / (peak_per_s * device_s) if device_s > 0 else float("nan")

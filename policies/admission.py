@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from policies.errors import PolicyError
 from policies.request import NS_PER_S, Ns, Request
@@ -59,6 +59,16 @@ class Ladder:
         if names in (["none"], [""]):
             names = []
         return cls(frozenset(names), **knobs)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_settings(cls, settings: Any) -> Ladder | None:
+        """The ladder of a run's settings (of either world); None for the policy's own behaviour alone."""
+        if settings.ladder is None:
+            return None
+        return cls.of(
+            settings.ladder, trouble_from=settings.trouble_from, plain_tokens=settings.plain_tokens,
+            risk=settings.risk, max_wait_s=settings.max_wait_s,
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in sorted(self.rungs):

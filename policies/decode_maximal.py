@@ -6,8 +6,8 @@ of the longest request; the chunk is C - (B - 1), so that chunk and decodes toge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from policies.draft import Draft
@@ -60,7 +60,7 @@ def decode_beside_a_prompt(queues: Queues, draft: Draft, kv: KVView, host: Host)
     """Grant the decodes of a decode-maximal batch and return the prompt that it carries: B - 1 decodes beside a half
     done prompt or a new one that finds a free slot, B without."""
     slots = slots_of_batch(kv, host)
-    prompt = next(_prompts(queues), None)
+    prompt = next(chain(queues.partial, queues.waiting), None)
     if prompt is not None and prompt.order < 0:
         # What was handed over with it is there already.
         needed = kv.blocks_for(slot_tokens(prompt, kv)) - prompt.blocks
@@ -88,31 +88,39 @@ def prefill_beside_decodes(
     merge: what one prompt leaves of the chunk is given to the next ones; else the chunk is of one prompt.
     """
     tile = host.tile
-    decodes = draft.decodes
-    left = chunk_beside_decodes(rows, slots_of_batch(kv, host), decodes, tile)
-    others = len(queues.partial) + len(queues.waiting) - 1 if merge else 0
-    used = 0
-    for prompt in _prompts(queues):
-        running = prompt.order >= 0
-        tokens = min(left, prompt.lacking if running else draft.to_prefill(prompt))
-        last = tokens == left or not others
-        if align == "shrink" and last:
-            whole_tiles = (decodes + used + tokens) // tile * tile - decodes - used
-            tokens = whole_tiles if whole_tiles > 0 else tokens
-        granted = (
-            draft.chunk(prompt, tokens) if running else draft.admit(prompt, tokens, reserve=slot_tokens(prompt, kv))
-        )
-        used += granted
-        left -= granted
-        others -= 1
-        if last or not granted:
+    left = chunk_beside_decodes(rows, slots_of_batch(kv, host), draft.decodes, tile)
+    shares = _shares(queues, draft, kv, left, merge)
+    if align == "shrink" and shares:
+        prompt, tokens = shares[-1]
+        before = draft.decodes + sum([share for _, share in shares[:-1]])
+        whole_tiles = (before + tokens) // tile * tile - before
+        if whole_tiles > 0:
+            shares[-1] = prompt, whole_tiles
+    for prompt, tokens in shares:
+        if prompt.order >= 0:
+            granted = draft.chunk(prompt, tokens)
+        else:
+            granted = draft.admit(prompt, tokens, reserve=slot_tokens(prompt, kv))
+        if not granted:
             break
-    if used and align != "none":
+    if draft.chunks and align != "none":
         draft.pad(tile)
 
 
-def _prompts(queues: Queues) -> Iterator[Track]:
-    """Prompts in the order in which they are prefilled. A waiting one comes again until it is admitted."""
-    yield from queues.partial
-    while queues.waiting:
-        yield queues.waiting[0]
+def _shares(queues: Queues, draft: Draft, kv: KVView, left: int, merge: bool) -> list[tuple[Track, int]]:
+    """How the chunk is dealt out: in the order of the prompts, until it is used up or the next one finds no slot."""
+    shares: list[tuple[Track, int]] = []
+    free = kv.free_blocks
+    for prompt in chain(queues.partial, queues.waiting):
+        if prompt.order >= 0:
+            lacking = prompt.lacking
+        else:
+            free -= kv.blocks_for(slot_tokens(prompt, kv)) - prompt.blocks
+            if free < 0:
+                break
+            lacking = draft.to_prefill(prompt)
+        shares.append((prompt, min(left, lacking)))
+        left -= lacking
+        if left <= 0 or not merge:
+            break
+    return shares

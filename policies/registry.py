@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 from policies.errors import PolicyError
 from policies.policy import Policy
+from policies.settings import LARGEST
 
 BUILT_IN: Mapping[str, str] = {
     "request_level": "policies.request_level:RequestLevel",
@@ -32,6 +33,9 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 ENTRY_POINT_GROUP = "charioteer.policies"
+
+LONGEST_S, LARGEST_FLOAT = 1e9, 1e18
+"""Most seconds, which in nanoseconds still fit 64 bits, and the largest of any other number, that a knob may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,12 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
         )
     if isinstance(converted, int | float) and not isinstance(converted, bool):
-        if not math.isfinite(converted) or (knob.least is not None and converted < knob.least):
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected a finite number")
+        largest = LARGEST if isinstance(converted, int) else LONGEST_S if knob.name.endswith("_s") else LARGEST_FLOAT
+        if abs(converted) > largest:
+            raise PolicyError(f"{owner}, knob {knob.name}: found {value!s:.40}, expected at most {largest:.0e}")
+        if knob.least is not None and converted < knob.least:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at least {knob.least}")
         if knob.most is not None and converted > knob.most:
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected at most {knob.most}")

@@ -6,7 +6,20 @@ Names below load on first use, so that importing the package costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from profiler.capacity import MemoryPlan, num_blocks, plan_memory, slots
+    from profiler.cost_model import CostModel
+    from profiler.errors import ProfileError
+    from profiler.hardware import Hardware, hardware_names, load_hardware
+    from profiler.load import load_cost_model
+    from profiler.model_config import load_model_spec, model_names
+    from profiler.model_spec import ModelSpec
+    from profiler.roofline import Roofline
+    from profiler.roofline_constants import RooflineConstants
+    from profiler.shapes import ShapeColumns
+    from profiler.work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
 
 _HOME = {
     "CostModel": "cost_model",
@@ -32,7 +45,12 @@ _HOME = {
     "slots": "capacity",
 }
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "CostModel", "Hardware", "MemoryPlan", "ModelSpec", "ProfileError", "Roofline", "RooflineConstants",
+    "ShapeColumns", "byte_coefficients", "bytes_of", "flop_coefficients", "flops_of", "hardware_names",
+    "load_cost_model", "load_hardware", "load_model_spec", "model_names", "num_blocks", "peaks", "plan_memory",
+    "slots",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

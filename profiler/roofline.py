@@ -14,21 +14,17 @@ from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from policies.batch import BatchShape
 from policies.request import Ns
 from profiler.dtypes import canonical_dtype, dtype_bytes
 from profiler.errors import ProfileError
-from profiler.gemm_roofline import gemm_ns
 from profiler.hardware import Hardware
 from profiler.layer_split import check_split, split_layers
-from profiler.model_spec import Gemm, ModelSpec
+from profiler.model_spec import ModelSpec
 from profiler.roofline_constants import RooflineConstants
+from profiler.roofline_terms import RowTerms, sum_terms
 from profiler.shapes import Column, ShapeColumns, attended_pairs
-
-Floats = NDArray[np.float64]
-
 
 MAX_ROWS = 1 << 22
 
@@ -88,9 +84,7 @@ class Roofline:
 
     def _prepare(self, pipeline_link: str) -> None:
         c, model, hardware = self.constants, self.model, self.hardware
-        self._bytes_per_ns = hardware.memory_bandwidth * c.memory_efficiency / 1e9
-        self._link_bytes_per_ns = hardware.link_bandwidth * c.link_efficiency / 1e9
-        self._act = dtype_bytes(self.activation_dtype)
+        self._terms = RowTerms(model, hardware, c, self.tp, self.tile, self.dtype, self.activation_dtype)
         if pipeline_link not in ("link", "network"):
             raise ProfileError(f"pipeline_link: found {pipeline_link!r}, expected 'link' or 'network'")
         send = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
@@ -98,7 +92,7 @@ class Roofline:
             raise ProfileError(
                 f"gpu {hardware.name}: network_bandwidth is not known, so stages cannot sit on two nodes"
             )
-        self._send_ns_per_row = model.hidden * self._act / (send * c.link_efficiency / 1e9)
+        self._send_ns_per_row = model.hidden * dtype_bytes(self.activation_dtype) / (send * c.link_efficiency / 1e9)
 
         attention_flops_per_ns = hardware.peak(self.activation_dtype) * c.attention_efficiency / 1e9
         pair = 2.0 * (model.q_size // self.tp) / attention_flops_per_ns
@@ -122,7 +116,6 @@ class Roofline:
         self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
         self._sampled_column: Column = np.zeros(0, np.int64)
         self._sampled_ns: list[int] = []
-        c = self.constants
         self._before_ns = [int(c.host_before_ns + n * c.host_before_per_sequence_ns + 0.5) for n in range(1025)]
         self._after_ns = [int(c.host_after_ns + n * c.host_after_per_sample_ns + 0.5) for n in range(1025)]
         self._least_rows = 0
@@ -130,52 +123,11 @@ class Roofline:
             self._grow(stage, 512)
         self._grow_sampled(64)
 
-    # --- terms by rows -----------------------------------------------------------------------------------------------
-
-    def _gemm_ns(self, gemm: Gemm, rows: Floats, dtype: str) -> Floats:
-        return gemm_ns(gemm, rows, self.hardware, self.constants, dtype, self._act, self.tile)
+    # --- tables by rows ----------------------------------------------------------------------------------------------
 
     def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
-        """Every term that depends on the number of rows alone, rounded once each; zero rows cost nothing."""
-        facts, model, c = self._stages[stage], self.model, self.constants
-        r = rows.astype(np.float64)
-        terms = {gemm.name: facts.layers * self._gemm_ns(gemm, r, self.dtype) for gemm in model.gemms(self.tp)}
-        q, kv = model.q_size // self.tp, model.kv_heads_per_device(self.tp) * model.head_dim
-        norms = 4 * model.hidden * model.norms_per_layer  # input and residual read, sum and normed written
-        rotary = 2 * (q + kv) * (2 if model.qk_norm else 1) + 2 * kv  # ... and keys, values read for the cache
-        ffn = (3 if model.gated else 2) * model.intermediate // self.tp
-        kernels = model.norms_per_layer + 3 + (1 if model.qk_norm else 0)
-        moved = (norms + rotary + ffn) * self._act * r
-        terms["norms_activations"] = facts.layers * (moved / self._bytes_per_ns + kernels * c.kernel_ns)
-        if self.tp > 1:
-            terms["all_reduce"] = facts.layers * 2 * self._all_reduce_ns(r)
-        if facts.first:
-            embedding = 2.0 * model.hidden * self._act * r / self._bytes_per_ns + c.kernel_ns
-            terms["embedding"] = embedding + (self._all_reduce_ns(r) if self.tp > 1 else 0.0)
-        return {name: np.where(rows > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
-
-    def _all_reduce_ns(self, rows: Floats) -> Floats:
-        """Ring all-reduce of one hidden state per row: 2 (tp - 1) / tp of its bytes cross every link."""
-        nvlink = self.hardware.link.startswith("NVLink")
-        latency = self.constants.all_reduce_ns if nvlink else self.constants.pcie_all_reduce_ns
-        moved = 2.0 * (self.tp - 1) / self.tp * self.model.hidden * self._act
-        return latency + rows * (moved / self._link_bytes_per_ns)
-
-    def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
-        """Output head over the sampled rows, gathering of logits from tp devices, and the sampler."""
-        model, c = self.model, self.constants
-        s = sampled.astype(np.float64)
-        head_dtype = self.activation_dtype  # quantised checkpoints keep the head in 16 bits
-        head = self._gemm_ns(model.head_gemm(self.tp), s, head_dtype)
-        norm = 2.0 * model.hidden * self._act * s / self._bytes_per_ns + c.kernel_ns
-        terms = {
-            "head": head + norm,
-            "sampling": s * (model.vocab * c.sampler_bytes / self._bytes_per_ns) + 4 * c.kernel_ns,
-        }
-        if self.tp > 1:
-            moved = (self.tp - 1) / self.tp * model.vocab * self._act / self._link_bytes_per_ns
-            terms["gather_logits"] = c.all_reduce_ns + s * moved
-        return {name: np.where(sampled > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
+        facts = self._stages[stage]
+        return self._terms.rows(rows, facts.layers, first=facts.first)
 
     def _grow(self, stage: int, rows: int) -> None:
         """Evaluate the row table of one stage for 0 .. rows, at least doubling it."""
@@ -186,7 +138,7 @@ class Roofline:
 
     def _grow_sampled(self, sampled: int) -> None:
         size = max(sampled + 1, 2 * len(self._sampled_ns), 65)
-        self._sampled_column = sum_terms(self._sampled_terms(np.arange(size, dtype=np.int64)))
+        self._sampled_column = sum_terms(self._terms.sampled(np.arange(size, dtype=np.int64)))
         self._sampled_ns = self._sampled_column.tolist()
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
@@ -364,7 +316,7 @@ class Roofline:
                 kv = self._decode_kv(shape.decodes, shape.decode_context_total)
                 terms["decode_attention"] = int(kv * facts[4] + facts[5])
             if facts.last:
-                sampled = self._sampled_terms(np.array([shape.sampled], np.int64))
+                sampled = self._terms.sampled(np.array([shape.sampled], np.int64))
                 terms |= {name: int(column[0]) for name, column in sampled.items()}
             terms["send"] = self.send_ns(shape, stage)
             for name, ns in terms.items():
@@ -426,9 +378,3 @@ class Roofline:
             self._grow(stage, rows)
         if sampled >= len(self._sampled_ns):
             self._grow_sampled(sampled)
-
-
-def sum_terms(terms: Mapping[str, Column]) -> Column:
-    """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
-    total: Column = np.sum(list(terms.values()), axis=0, dtype=np.int64)
-    return total

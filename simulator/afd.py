@@ -55,9 +55,10 @@ class Apart:
         sides = []
         for gpu, devices in ((attention_gpu, self.attention), (ffn_gpu, self.ffn)):
             own = gpu.network_bandwidth if self.link == "network" else gpu.link_bandwidth
-            if not (self.link_bandwidth or own):
+            port = self.link_bandwidth or own
+            if not port:
                 raise SimulationError(f"--afd: the network of {gpu.name} is not known; give link_bandwidth (bytes/s)")
-            sides.append((self.link_bandwidth or own) * devices)
+            sides.append(port * devices)
         return min(sides)
 
 
@@ -267,7 +268,7 @@ def attention_blocks(
             f"--afd: attention of {model.name} does not fit on {apart.attention} x {hardware.name}: "
             f"{weights / 2**30:.1f} GiB of weights a device, {usable / 2**30:.1f} GiB usable"
         )
-    return left // kv
+    return int(left // kv)
 
 
 def check_ffn_fits(model: ModelSpec, hardware: Hardware, apart: Apart, *, dtype: str, share: float) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simpy import Environment, Event
+from simpy import Event
 
 from policies import Ns, Request
+from simulator.clock import Nanoseconds
 from simulator.moment import ARRIVAL, Moment
 from workloads import Trace
 
@@ -20,7 +21,7 @@ class Arrivals:
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         trace: Trace,
         submit: Callable[[Request, int], None],
         give_up: Callable[[int], None],

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from simpy import Event
 
     from policies import Track
-    from simulator.cluster import Cluster, Journey
+    from simulator.cluster import Cluster
+    from simulator.journeys import Journey
     from simulator.pools import ClusterPlan
 
 
@@ -130,13 +131,13 @@ class Autoscaler:
         return late > (1 - self.scaling.attainment) * (len(tokens) + len(overdue))
 
     def _start(self) -> None:
-        ordered = self.cluster.env.now
+        life = self.cluster.order(self.scaling.pool)
         self.starting += 1
 
         def begin(event: Event) -> None:
             self.starting -= 1
             if self.cluster.ended < self.cluster.expected:
-                self.cluster.start(self.scaling.pool, ordered_ns=ordered)
+                self.cluster.start(self.scaling.pool, life)
 
         Moment(self.cluster.env, round(self.scaling.startup_s * NS_PER_S), begin, COMPLETION)
 

@@ -11,14 +11,27 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from heapq import heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from simpy import Environment, Event
+
+from policies.request import Ns
+
+if TYPE_CHECKING:
+
+    class Nanoseconds(Environment):
+        """SimPy's environment as this project uses it: its clock shows whole nanoseconds."""
+
+        @property
+        def now(self) -> Ns: ...
+
+else:
+    Nanoseconds = Environment
 
 _GARBAGE_THRESHOLD = 200_000
 
 
-class VirtualTime(Environment):
+class VirtualTime(Nanoseconds):
     """A clock that counts nanoseconds. sharers: engines that run on it."""
 
     def __init__(self, initial_time: int = 0) -> None:
@@ -39,7 +52,7 @@ class VirtualTime(Environment):
 
     def take(self, place: tuple[int, int, int], event: Event) -> None:
         """Put an event in a reserved place."""
-        heappush(self._queue, (*place, event))
+        heappush(self._queue, (*place, event))  # type: ignore[misc]
 
     def passed(self, place: tuple[int, int, int], flights: Sequence[object]) -> bool:
         """Let everything happen that comes before a reserved place, then move the clock there.

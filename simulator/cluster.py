@@ -7,20 +7,19 @@ is handed over to a decode replica, or its replica died) gets a journey, which a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from typing import Any
 
-from simpy import Environment
-
 from metrics import Recorder
-from policies import Ns, Request, Track
+from policies import Request, Track
 from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
+from simulator.clock import Nanoseconds
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
+from simulator.journeys import Journey, Life
 from simulator.kv_store import KVStore
 from simulator.memory import ReplicaMemory
 from simulator.pools import ClusterPlan
@@ -32,49 +31,6 @@ NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
 
 
-@dataclass(slots=True)
-class Journey:
-    """A request that moves: what its earlier replicas did for it. output_tokens: its true output length."""
-
-    request: Request
-    output_tokens: int
-    segments: list[tuple[int, int, int]] = field(default_factory=list)
-    replicas: list[int] = field(default_factory=list)
-    produced: int = 0
-    admitted_ns: Ns = -1
-    first_token_ns: Ns = -1
-    preemptions: int = 0
-    cached_tokens: int = 0
-
-    def add(self, track: Track, replica: int) -> None:
-        """Take over what a track did on a replica that it leaves."""
-        self.segments += track.segments
-        self.replicas += [replica] * len(track.segments)
-        if self.admitted_ns < 0:
-            self.admitted_ns = track.admitted_ns
-        if self.first_token_ns < 0 and track.segments:
-            self.first_token_ns = track.first_token_ns
-        self.produced = track.produced
-        self.preemptions += track.preemptions
-        self.cached_tokens += track.cached_total
-
-
-@dataclass(slots=True)
-class Life:
-    """A replica's time in the cluster, from its order to its end (-1: it lasted), and why it ended.
-
-    It takes requests from up_ns on, and has its devices from ordered_ns to down_ns.
-    """
-
-    replica: int
-    pool: int
-    role: str
-    ordered_ns: Ns
-    up_ns: Ns
-    down_ns: Ns = -1
-    reason: str = ""
-
-
 class Cluster:
     """The replicas of a plan. Requests come in by `submit`; each end is recorded, then told to on_end(row).
 
@@ -84,7 +40,7 @@ class Cluster:
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         plan: ClusterPlan,
         recorder: Recorder,
         *,
@@ -244,8 +200,14 @@ class Cluster:
         """Whether a replica that takes new requests (or decodes them) will be up later."""
         return any(count and (pool.role == "decode") == decode for count, pool in zip(self.coming, self.plan.pools))
 
-    def start(self, pool: int, *, ordered_ns: Ns | None = None) -> Replica:
-        """Add a replica to a pool; it takes requests from now on."""
+    def order(self, pool: int) -> Life:
+        """A replica will be up later: it has its devices from now on, whether or not the run lasts until then."""
+        life = Life(-1, pool, self.plan.pools[pool].role, self.env.now, -1)
+        self.lives.append(life)
+        return life
+
+    def start(self, pool: int, life: Life | None = None) -> Replica:
+        """Add a replica to a pool, as ordered or at once; it takes requests from now on."""
         plan = self.plan.pools[pool]
         config = plan.engine.config
         prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
@@ -265,7 +227,7 @@ class Cluster:
             replica.on_last_chunk = self._kv.last_chunk_begins
         self.replicas.append(replica)
         self._pool_of.append(pool)
-        self._open(replica, ordered_ns)
+        self._open(replica, life or self.order(pool))
         return replica
 
     def _host_link(self, number: int, memory: ReplicaMemory) -> HostLink:
@@ -341,7 +303,7 @@ class Cluster:
 
     def restore(self, replica: Replica) -> None:
         """A replica that died is back, empty."""
-        self._open(replica, None)
+        self._open(replica, self.order(self.pool_number(replica)))
 
     def close(self) -> None:
         """Hand what is still open to the recorder (a run that was cut short)."""
@@ -366,7 +328,7 @@ class Cluster:
                     "pool": life.pool,
                     "role": life.role,
                     "ordered_s": life.ordered_ns / 1e9,
-                    "up_s": life.up_ns / 1e9,
+                    "up_s": life.up_ns / 1e9 if life.up_ns >= 0 else None,
                     "down_s": life.down_ns / 1e9 if life.down_ns >= 0 else None,
                     "reason": life.reason,
                 }
@@ -382,12 +344,9 @@ class Cluster:
             return self._kv.up
         return self._up
 
-    def _open(self, replica: Replica, ordered_ns: Ns | None) -> None:
-        now = self.env.now
-        pool = self.pool_number(replica)
-        role = self.plan.pools[pool].role
-        self.lives.append(Life(replica.number, pool, role, now if ordered_ns is None else ordered_ns, now))
-        if self._kv is not None and role == "decode":
+    def _open(self, replica: Replica, life: Life) -> None:
+        life.replica, life.up_ns = replica.number, self.env.now
+        if self._kv is not None and life.role == "decode":
             self._kv.open(replica)
             return
         self._up.append(replica)

@@ -24,7 +24,8 @@ from simulator.replica import Replica
 from simulator.routers import choose, make_router
 
 if TYPE_CHECKING:
-    from simulator.cluster import Cluster, Journey
+    from simulator.cluster import Cluster
+    from simulator.journeys import Journey
 
 
 @dataclass(slots=True, eq=False)
@@ -293,10 +294,10 @@ class Disaggregation:
 
 
 def port_bandwidth(pool: Pool, nic_bytes_per_s: float | None) -> float:
-    """Bytes per second in and out of one replica: a NIC for each of its devices."""
+    """Bytes per second in and out of one replica: a NIC for each of its devices that holds keys and values."""
     if nic_bytes_per_s is None:
         hardware = load_hardware(pool.engine.config.gpu)
         nic_bytes_per_s = hardware.network_bandwidth
         if nic_bytes_per_s is None:
             raise SimulationError(f"gpu {hardware.name}: its network is not known; give --kv-bandwidth (bytes/s a NIC)")
-    return nic_bytes_per_s * pool.engine.devices
+    return nic_bytes_per_s * pool.engine.kv_devices

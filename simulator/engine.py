@@ -41,6 +41,11 @@ class Engine:
             return make_apart(self.config.afd).devices
         return self.config.tp * self.config.pp
 
+    @property
+    def kv_devices(self) -> int:
+        """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
+        return make_apart(self.config.afd).attention if self.config.afd else self.devices
+
     def scheduler(self) -> Scheduler:
         """A fresh scheduler for one replica."""
         config = self.config

@@ -11,9 +11,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import ceil
 
-from simpy import Environment
-
 from policies import Ns
+from simulator.clock import Nanoseconds
 from simulator.moment import ARRIVAL, Moment
 
 
@@ -31,7 +30,7 @@ class Transfer:
 class Fabric:
     """All transfers under way. latency_ns passes between the last byte's departure and its arrival."""
 
-    def __init__(self, env: Environment, latency_ns: Ns) -> None:
+    def __init__(self, env: Nanoseconds, latency_ns: Ns) -> None:
         self.env = env
         self.latency_ns = latency_ns
         self._transfers: list[Transfer] = []

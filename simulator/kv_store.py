@@ -53,9 +53,8 @@ class KVStore:
         self._fetches: dict[int, Fetch] = {}
         pools = cluster.plan.pools
         self._nic = [port_bandwidth(pool, config.kv_bandwidth) for pool in pools]
-        self._host = [pool.engine.memory.link().bytes_per_s * pool.engine.devices for pool in pools]
+        self._host = [pool.engine.memory.link().bytes_per_s * pool.engine.kv_devices for pool in pools]
         self.hit_tokens = self.bytes_in = self.bytes_out = self.evicted = self._fetched = self._took_ns = 0
-        self.asked_tokens = 0
 
     def facts(self) -> dict[str, Any]:
         """What the store did, as plain data."""

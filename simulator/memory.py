@@ -31,14 +31,14 @@ class ReplicaMemory:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.config = config = engine.config
-        self.ladder = ladder_of(config)
+        self.ladder = Ladder.of_settings(config)
         model = load_model_spec(config.model)
         kv_dtype = kv_dtype_of(config)
         # What is swapped is mostly old: a thousand tokens stand for it.
         packed = compression_ratio(config, 1000 + config.kv_window)
         self.block_bytes = round(model.kv_bytes_per_token(kv_dtype) * config.block_size / packed)
         layers = max(config.layer_split) if config.layer_split else -(-model.layers // config.pp)
-        per_token = model.kv_bytes_per_token(kv_dtype, config.tp, layers=layers)
+        per_token = model.kv_bytes_per_token(kv_dtype, engine.kv_devices // config.pp, layers=layers)
         self.device_block_bytes = round(per_token * config.block_size / packed)
 
     @property
@@ -94,16 +94,6 @@ class ReplicaMemory:
         return self._chunk * 1e9 / self.engine.estimate_ns(BatchShape(((self._chunk, 0),)))
 
 
-def ladder_of(config: ReplayConfig) -> Ladder | None:
-    """The trouble ladder of a config; None for the policy's own behaviour alone."""
-    if config.ladder is None:
-        return None
-    return Ladder.of(
-        config.ladder, trouble_from=config.trouble_from, plain_tokens=config.plain_tokens, risk=config.risk,
-        max_wait_s=config.max_wait_s,
-    )  # fmt: skip
-
-
 def compression_of(config: ReplayConfig) -> Compression | None:
     """What `kivi4` or `delta8` stands for; None for keys and values as they are."""
     if config.kv_compression is None:
@@ -137,7 +127,7 @@ def stored_bytes_per_token(config: ReplayConfig) -> int:
     compression, model = compression_of(config), load_model_spec(config.model)
     if compression is not None:
         return round(compression.packed_bytes_per_token(model))
-    return model.kv_bytes_per_token(kv_dtype_of(config))
+    return int(model.kv_bytes_per_token(kv_dtype_of(config)))
 
 
 def check_memory(config: ReplayConfig) -> None:
@@ -151,7 +141,7 @@ def check_memory(config: ReplayConfig) -> None:
         raise SimulationError(f"--swap-bandwidth: found {config.swap_bandwidth:g}, expected bytes per second above 0")
     if config.kv_store_gib is not None and not 0 < config.kv_store_gib < float("inf"):
         raise SimulationError(f"--kv-store-gib: found {config.kv_store_gib:g}, expected above 0")
-    ladder = ladder_of(config)
+    ladder = Ladder.of_settings(config)
     if ladder is not None and config.preemption != "recompute" and "offload" not in ladder.rungs:
         raise SimulationError(
             f"--preemption {config.preemption} beside --ladder {config.ladder}: expected the rung offload in it"

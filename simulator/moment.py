@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from simpy import Environment, Event
+from simpy import Event
+
+from simulator.clock import Nanoseconds
 
 ARRIVAL, COMPLETION, WAKE = 0, 1, 2
 
@@ -19,7 +21,7 @@ class Moment(Event):
     __slots__ = ("void",)
 
     def __init__(
-        self, env: Environment, delay_ns: int, callback: Callable[[Event], None], rank: int = COMPLETION
+        self, env: Nanoseconds, delay_ns: int, callback: Callable[[Event], None], rank: int = COMPLETION
     ) -> None:
         self.env = env
         self.callbacks = [callback]
@@ -27,15 +29,15 @@ class Moment(Event):
         self._ok = True
         self._defused = False
         self.void = False
-        env.schedule(self, rank, delay_ns)
+        env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]  # ranks are all that SimPy asks of a priority
 
     def again(self, delay_ns: int, callback: Callable[[Event], None], rank: int) -> None:
         """The same event once more, after it has happened."""
         self.callbacks = [callback]
-        self.env.schedule(self, rank, delay_ns)
+        self.env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]
 
     @classmethod
-    def unscheduled(cls, env: Environment, callback: Callable[[Event], None]) -> Moment:
+    def unscheduled(cls, env: Nanoseconds, callback: Callable[[Event], None]) -> Moment:
         """One that somebody else puts in its place (`VirtualTime.take`)."""
         moment = cls.__new__(cls)
         moment.env = env

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,6 +20,9 @@ from policies.settings import check_settings, check_value
 from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+
+if TYPE_CHECKING:
+    from workloads import Trace
 
 POLICY, ENGINE, MEMORY, PIPELINE, TRACE, OUTPUT = "Policy", "Engine", "KV memory", "Pipeline", "Trace", "Output"
 
@@ -235,7 +238,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
-def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> Any:
+def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> Trace:
     """The trace of a command line: its argument, or the one that the config names."""
     from workloads import read_trace
 

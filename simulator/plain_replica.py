@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from simpy import Environment, Event
+from simpy import Event
 
 from metrics import Recorder
 from metrics.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.compiling import mypyc_attr
+from simulator.clock import Nanoseconds
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class PlainReplica:
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         number: int,
         scheduler: Scheduler,
         cost: CostModel,
@@ -72,7 +73,7 @@ class PlainReplica:
     @property
     def now_ns(self) -> Ns:
         """SimPy's clock, which counts whole nanoseconds here."""
-        return self.env.now  # type: ignore[return-value]
+        return self.env.now
 
     # Requests come and go
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from metrics.run_folder import versions_of
 from policies import knobs_of
 from policies.draft import UNLIMITED
 from profiler import load_hardware, load_model_spec
+from simulator.afd import make_apart
 from workloads import Trace
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "pools": rows,
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),
-        "trace": trace_facts(trace),
+        "trace": trace.facts(),
         "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
         "seed": config.seed,
-        "versions": versions(),
+        "versions": versions_of(PACKAGES),
         **work,
     }
 
@@ -63,6 +63,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "cost_provenance": dict(cost.provenance()),
         "tp": config.tp,
         "pp": config.pp,
+        "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),
         "max_model_len": engine.max_model_len,
@@ -85,28 +86,21 @@ def _shared(key: str, values: list[Any]) -> Any:
 
 def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
     """Peak rates per device, averaged over all devices of the cluster, so that rate x devices is the cluster's."""
-    per_device = [
-        work_facts(plan.config.model, pool.engine.config.gpu, dtype, "auto", 1, 1)["peaks"] for pool in plan.pools
-    ]
-    devices = plan.devices
+    of_gpu: dict[str, int] = {}
+    for pool in plan.pools:
+        config = pool.engine.config
+        apart = make_apart(config.afd) if config.afd else None
+        elsewhere = apart.ffn * pool.replicas if apart is not None and apart.ffn_gpu else 0
+        for gpu, count in ((config.gpu, pool.devices - elsewhere), (apart.ffn_gpu if apart else "", elsewhere)):
+            if count:
+                of_gpu[gpu] = of_gpu.get(gpu, 0) + count
+    each = {gpu: work_facts(plan.config.model, gpu, dtype, "auto", 1, 1)["peaks"] for gpu in of_gpu}
     return {
         **{
-            name: sum(peaks[name] * pool.devices for peaks, pool in zip(per_device, plan.pools)) / devices
+            name: sum(each[gpu][name] * count for gpu, count in of_gpu.items()) / plan.devices
             for name in ("peak_flops", "peak_bytes_per_s")
         },
-        "devices": devices,
-    }
-
-
-def trace_facts(trace: Trace) -> dict[str, Any]:
-    """Name, form and size of a trace, and what its reader had to say."""
-    return {
-        "name": trace.name,
-        "format": trace.source_format,
-        "requests": len(trace),
-        "span_s": float(trace.arrival_ns[-1] - trace.arrival_ns[0]) / 1e9 if len(trace) else 0.0,
-        "notes": list(trace.notes),
-        "provenance": dict(trace.provenance),
+        "devices": plan.devices,
     }
 
 
@@ -122,17 +116,6 @@ def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int
         "model_flops": flop_coefficients(spec),
         "model_bytes": byte_coefficients(spec, dtype, kv_dtype),
     }
-
-
-def versions() -> Mapping[str, str]:
-    """Versions of Python and of the libraries that a result depends on."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source"
-    return found
 
 
 def _limit(value: int) -> int | None:

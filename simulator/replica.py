@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from simpy import Environment, Event
+from simpy import Event
 
 from metrics import Recorder
 from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
-from simulator.clock import VirtualTime
+from simulator.clock import Nanoseconds, VirtualTime
 from simulator.leaping import ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
 from simulator.plain_replica import PlainReplica
@@ -54,7 +54,7 @@ class Replica(PlainReplica):
 
     def __init__(
         self,
-        env: Environment,
+        env: Nanoseconds,
         number: int,
         scheduler: Scheduler,
         cost: CostModel,

@@ -26,6 +26,14 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
         2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 
 
+def _t95(freedom: int) -> float:
+    """Student's t at 97.5 %: the table, and beyond it the normal quantile with two terms of Cornish and Fisher."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
 @dataclass(frozen=True)
 class Spread:
     """Mean over draws, their standard deviation, and half the 95 % confidence interval of the mean (Student's t)."""
@@ -41,8 +49,7 @@ class Spread:
         if count < 2:
             return cls(mean, math.nan, math.nan)
         deviation = float(np.std(values, ddof=1))
-        t = _T95[count - 2] if count - 2 < len(_T95) else 1.96
-        return cls(mean, deviation, t * deviation / math.sqrt(count))
+        return cls(mean, deviation, _t95(count - 1) * deviation / math.sqrt(count))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics import Recorder, check_asked
+from metrics import Recorder
 from profiler.cost_model import CostModel
 from simulator.arrivals import Arrivals
 from simulator.clock import VirtualTime
@@ -60,7 +60,6 @@ def replay(
     Raises SimulationError, PolicyError, ProfileError or TraceError for anything that cannot be run as asked.
     """
     config = _with_options(config or ReplayConfig(), options)
-    check_asked(config.warmup, config.slo)
     if config.limit is not None:
         trace = trace.head(config.limit)
     if config.rate_scale != 1.0:

@@ -219,6 +219,17 @@ class Trace:
         columns["arrival_ns"] = arrival_ns
         return replace(self, **columns)
 
+    def facts(self) -> dict[str, Any]:
+        """Name, form and size, and what its reader had to say, as plain data for config.json."""
+        return {
+            "name": self.name,
+            "format": self.source_format,
+            "requests": len(self),
+            "span_s": float(self.arrival_ns[-1] - self.arrival_ns[0]) / 1e9 if len(self) else 0.0,
+            "notes": list(self.notes),
+            "provenance": dict(self.provenance),
+        }
+
     def same_requests(self, other: Trace) -> bool:
         """Whether both hold equal requests: every column, not the name, notes and provenance."""
         return self.hash_tokens == other.hash_tokens and all(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.figure_style import LineStyle, styles_for
+from metrics.latencies import finished_latencies
 from metrics.statistics import percentiles
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
@@ -44,9 +45,9 @@ def run_plots(runs: Mapping[str, RunTables]) -> list[Plot]:
 
 def _latencies(run: RunTables) -> dict[str, tuple[Floats, NDArray[np.int64] | None]]:
     finished = run.column("requests", "status") == "finished"
-    arrival, first, end = (run.column("requests", f"{n}_s")[finished] for n in ("arrival", "first_token", "finished"))
+    own = finished_latencies(run)
     gaps = TokenTimes(run).gaps(finished)
-    return {"ttft": (first - arrival, None), "tbt": (gaps.ns / 1e9, gaps.count), "e2e": (end - arrival, None)}
+    return {"ttft": (own["ttft"], None), "tbt": (gaps.ns / 1e9, gaps.count), "e2e": (own["e2e"], None)}
 
 
 def _tail(
@@ -118,13 +119,13 @@ def _composition(label: str, run: RunTables) -> Plot:
 
 def _over_time(run: RunTables, column: str, edges: Floats) -> Floats | None:
     """Time average of a state within each bin, summed over replicas (KV: share of all blocks, per cent)."""
-    blocks = run.config.get("num_blocks")
+    blocks = float(run.config.get("num_blocks") or 0)
     if column == "kv" and not blocks:
         return None
     replica = run.column("iterations", "replica")
     start, held = run.column_ns("iterations", "planned_s"), held_ns(run)
     if column == "kv":
-        values = 100 * (1 - run.column("iterations", "free_blocks") / float(blocks))
+        values = 100 * (1 - run.column("iterations", "free_blocks") / blocks)
     else:
         values = run.column("iterations", column).astype(np.float64)
     total = np.zeros(len(edges) - 1)

@@ -183,7 +183,8 @@ class _Inspector:
         if not len(during):
             return text + "no iteration ended in between on its replica."
         request = int(self.columns["request"][row])
-        own, without = [], []
+        own: list[int] = []
+        without: list[int] = []
         for r in during.tolist():
             (own if self.end_ns[r] == to_ns else without).append(r)
         parts = []
@@ -220,7 +221,8 @@ class _Inspector:
         """Iterations of the request's replica that ended in (from, to], in order."""
         rows = self.by_replica.get(int(self.columns["replica"][row]), np.empty(0, np.int64))
         ends = self.end_ns[rows]
-        return rows[np.searchsorted(ends, from_ns, "right") : np.searchsorted(ends, to_ns, "right")]
+        low, high = np.searchsorted(ends, [from_ns, to_ns], "right")
+        return np.asarray(rows[low:high])
 
     def _chunks_in(self, r: int) -> list[tuple[int, int]]:
         low, high = self.chunk_of_row[r], self.chunk_of_row[r + 1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from experiments.capacity import Objective, Probe, find_rate, search_draw
+from experiments.capacity import Objective, Probe, find_rate, judge, search_draw
 from experiments.capacity_draws import draw_of, draw_plan
 from experiments.capacity_study import find_capacities
 from experiments.cluster_size import run_task as smallest_cluster
@@ -22,7 +22,7 @@ from experiments.prices import Price, prices_for, read_prices
 from metrics import MetricsError
 from simulator import ReplayConfig
 from simulator.seeds import Spread
-from tests.simulator.constant_cost import ConstantCost
+from tests.simulator.constant_cost import ConstantCost, trace_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = {"prompt": "uniform:200,1500", "output": "uniform:20,120"}
@@ -44,6 +44,20 @@ def test_what_never_holds_has_a_capacity_of_nothing_and_what_always_holds_is_an_
     assert find_rate(lambda rate: Probe(rate, {"x": 2.0}), 5.0, least=0.01).low == 0.0
     with pytest.raises(ExperimentError, match="depend on the rate"):
         find_rate(lambda rate: Probe(rate, {"x": 0.5}), 5.0)
+
+
+def test_who_is_turned_away_because_of_overload_is_not_served() -> None:
+    """Thirty prompts at once at 4,096 tokens a second, nobody to wait above 0.3 s: most are turned away at the door."""
+    import numpy as np
+
+    from simulator import replay
+
+    trace = trace_of([(0.0, 100, 1)] * 30)
+    options = {"policy": "orca", "max_num_seqs": 1, "num_blocks": 1000, "ladder": "preempt,reject", "max_wait_s": 0.3}
+    run = replay(trace, cost=ConstantCost(2 * 10**9), max_model_len=101, **options)
+    assert run.summary["rejected"] > 10
+    probe = judge(run.tables, Objective.of("ttft_p99=1000"), np.ones(30, dtype=bool), 1.0)
+    assert (probe.holds, probe.tightest, probe.rejected) == (False, "requests that did not finish", 0)
 
 
 SERVICE_S = 0.1

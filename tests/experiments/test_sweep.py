@@ -59,6 +59,22 @@ def test_ranges_become_the_values_between_their_ends() -> None:
     assert axes == {"chunk_size": (64, 128, 192, 256), "rate_scale": (1.0, 2.0, 4.0)}
 
 
+def test_what_takes_fractions_gets_them_between_whole_ends_too() -> None:
+    space = {
+        "rate_scale": {"low": 1, "high": 2, "count": 5},
+        "tbt_target_s": {"low": 0, "high": 1, "step": 0.5},
+        "trace.duration_s": {"low": 1, "high": 2, "count": 3},
+        "large": {"low": 64, "high": 67, "count": 3},
+    }
+    axes = {axis.name: axis.grid() for axis in small(base={**BASE, "policy": "dynamic_chunk"}, space=space).axes}
+    assert axes["rate_scale"] == (1.0, 1.25, 1.5, 1.75, 2.0)
+    assert axes["tbt_target_s"] == (0.0, 0.5, 1.0)
+    assert axes["trace.duration_s"] == (1.0, 1.5, 2.0)
+    assert axes["large"] == (64, 66, 67)
+    with pytest.raises(ExperimentError, match=r"step: found 0\.5, expected a whole number"):
+        small(space={"seed": {"low": 1, "high": 2, "step": 0.5}})
+
+
 def test_a_longer_random_sweep_begins_with_the_points_of_a_shorter_one() -> None:
     space = {"chunk_size": {"low": 1, "high": 4096}, "rate_scale": {"low": 0.1, "high": 10.0, "log": True}}
     shorter, longer = (enumerate_points(small(space=space, method="random", points=n)) for n in (5, 20))

@@ -117,7 +117,7 @@ def _step_logs() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 def _texts() -> tuple[Callable[[bytes], None], list[bytes]]:
     from experiments.prices import read_prices
-    from metrics.asked import check_asked
+    from metrics.slo import check_statistics
     from metrics.timeline import parse_window
     from policies.slo_aware import parse_classes
     from profiler.layer_split import parse_split
@@ -128,7 +128,7 @@ def _texts() -> tuple[Callable[[bytes], None], list[bytes]]:
 
     parsers: list[Callable[[str], object]] = [
         arrivals.parse, lengths.parse, rates.parse, parse_classes, parse_window, parse_split, parse_chunks, parse_pool,
-        lambda text: check_asked(text, None), lambda text: check_asked(None, text), lambda text: parse_failures([text], 3),
+        lambda text: check_statistics(text, None), lambda text: check_statistics(None, text), lambda text: parse_failures([text], 3),
         lambda text: read_prices(text, None),
     ]  # fmt: skip
 

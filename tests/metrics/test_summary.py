@@ -119,6 +119,24 @@ def test_classes_have_their_own_objectives_and_summaries() -> None:
     assert [classes[name]["measured"] for name in classes] == [2, 2]
     assert [classes[name]["slo_attainment"] for name in classes] == [1 / 2, 1 / 2]
     assert classes["slow"]["ttft_s_mean"] == 5
+    # fast: R0 and R1 with prompts of 8 and 4 and three tokens each; slow: R2 with one of 6, and the rejected one.
+    counts = [(summary["requests"], summary["finished"], summary["rejected"]) for summary in classes.values()]
+    assert counts == [(2, 2, 0), (2, 1, 1)]
+    assert [summary["requests_per_s"] for summary in classes.values()] == [2 / 8, 1 / 8]
+    assert [summary["total_tokens_per_s"] for summary in classes.values()] == [18 / 8, 7 / 8]
+    assert [summary["iterations"] for summary in classes.values()] == [5, 5]
+
+
+def test_who_has_no_objective_is_neither_held_to_it_nor_counted() -> None:
+    """R0 and R1 are fast, with first tokens after 1 and 2 s; slow ones have no objective, and nobody is a chta."""
+    run = three_requests()
+    one = summarise(run, slo={"fast": "ttft_max=1.5", "chta": "e2e_max=5"})
+    assert (one["slo_attainment"], one["slo_met"], one["goodput_requests_per_s"]) == (1 / 2, False, 1 / 8)
+    other = summarise(run, slo={"fast": "ttft_mean=1.5,tbt_p50=1.5"})
+    assert (other["slo_attainment"], other["slo_met"]) == (1 / 2, True)
+    nobody = summarise(run, slo={"chta": "ttft_mean=1.5"})
+    assert math.isnan(nobody["slo_attainment"])
+    assert nobody["slo_met"] is None
 
 
 def test_an_empty_run_has_a_summary() -> None:

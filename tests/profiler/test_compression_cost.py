@@ -108,3 +108,13 @@ def test_prices_come_by_name_or_from_a_measured_file(tmp_path: Path) -> None:
         file.write_text(content, encoding="utf-8")
         with pytest.raises(ProfileError, match=message):
             read_prices(file, KIVI)
+
+
+def test_a_file_of_costs_that_never_ends_is_refused_unread(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep.json").write_text("[" * 5000 + "]" * 5000)
+    for name in ("/dev/zero", str(tmp_path / "pipe"), str(tmp_path), str(tmp_path / "deep.json")):
+        with pytest.raises(ProfileError, match=r"expected|cannot be read|nested"):
+            prices_of(name, KIVI, MODEL, GPU, "bfloat16")

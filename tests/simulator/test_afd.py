@@ -140,3 +140,17 @@ def test_wrong_groups_are_one_clear_line(settings, message):
 def test_numbers_may_come_as_text():
     assert make_apart({"attention": "4", "ffn": "2"}) == Apart(4, 2)
     assert np.isclose(Apart(4, 2).bytes_per_s(load_hardware(GPU), load_hardware(GPU)), 2 * 50e9)
+
+
+def test_keys_and_values_and_their_links_belong_to_the_attention_group():
+    """Llama-3.1-70B: 8 KV heads of 128 in 80 layers, two of them on each of 4 attention devices; blocks of 16 tokens."""
+    from simulator.disaggregation import port_bandwidth
+    from simulator.pools import ClusterPlan
+    from simulator.provenance import run_config
+
+    apart = engine(attention=4, ffn=2, ffn_gpu="h200")
+    assert apart.memory.device_block_bytes == 16 * 2 * 80 * 2 * 128 * 2
+    assert port_bandwidth(ClusterPlan.of(apart).pools[0], 50e9) == 4 * 50e9
+    # Peaks of a device: four of 3.35 TB/s and two of 4.8 TB/s.
+    peaks = run_config(trace_of([(0, 8, 8)]), ClusterPlan.of(apart), {})["peaks"]
+    assert peaks == {"peak_flops": 989.5e12, "peak_bytes_per_s": (4 * 3350e9 + 2 * 4800e9) / 6, "devices": 6}

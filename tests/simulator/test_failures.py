@@ -95,6 +95,14 @@ def test_a_pool_grows_with_the_queue_and_shrinks_when_it_is_idle():
     assert by_request(result, "finished_s").max() == 204
 
 
+def test_an_order_that_the_run_does_not_live_to_see_costs_its_time_all_the_same():
+    result = run(trace_of([(0, 4, 4)] * 10), max_num_seqs=1, autoscale={**GROW, "startup_s": 100})
+    assert lives(result) == [(0, 0, 0, None), (-1, 5, None, None)]
+    assert facts(result)["device_seconds"] == 40 + 35
+    assert facts(result)["replicas"] == 1
+    assert result.summary["device_busy_share"] == 40 / (40 + 35)
+
+
 def test_new_replicas_take_what_arrives_after_them():
     trace = trace_of([(0.5 * i, 4, 4) for i in range(60)])
     fixed = run(trace, max_num_seqs=1)

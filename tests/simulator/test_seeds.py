@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,12 @@ from simulator.seeds import SeededComparison, Spread, compare_over_draws
 from tests.simulator.constant_cost import trace_of
 from workloads import TraceError
 from workloads.resample import resample
+
+
+@pytest.mark.parametrize(("count", "t"), [(2, 12.706), (31, 2.042), (41, 2.0211), (101, 1.9840), (1001, 1.9623)])
+def test_intervals_of_few_and_of_many_draws_take_the_published_t(count, t):
+    own = Spread.of([0.0] * (count - 1) + [1.0])
+    assert own.half_width * math.sqrt(count) / own.deviation == pytest.approx(t, abs=1e-4)
 
 
 def test_the_interval_of_four_draws_by_hand():

@@ -1,0 +1,214 @@
+"""What the simulator's commands print, and the figures and reports that they write."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from policies.output_file import check_place
+from simulator.errors import SimulationError
+
+if TYPE_CHECKING:
+    from simulator.advise import Advice
+    from simulator.config import ReplayConfig
+    from simulator.simulation import Run
+    from workloads import Trace
+
+
+def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Policies or routers: name, paper, rule, knobs."""
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    console = wide_console()
+    for row in rows:
+        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(f"  {row['rule']}", highlight=False)
+        for knob, facts in row["knobs"].items():
+            flag = prefix + knob.replace("_", "-")
+            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+
+
+def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool) -> None:
+    """What `replay --runs` found: a value and its interval of every statistic that differs between draws."""
+    from simulator.intervals import predict_intervals
+
+    intervals = predict_intervals(trace, settings, runs)
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready({key: found._asdict() for key, found in intervals.items()}), indent=2))
+        return
+    from rich.table import Table
+
+    table = Table(title=f"{settings.policy}: prediction and 90 % interval over {runs} draws of the costs")
+    for column in ("statistic", "value", "from", "to"):
+        table.add_column(column, justify="left" if column == "statistic" else "right")
+    for key, found in intervals.items():
+        if found.low != found.high:
+            table.add_row(key, *(f"{number:,.5g}" for number in found))
+    wide_console().print(table)
+
+
+def print_advice(advice: Advice, out: Path | None) -> None:
+    """The settings that were tried, the one to use and why, and the flags that make vLLM do the same."""
+    from metrics.report import comparison_table
+
+    console = wide_console()
+    tried = {candidate.label: candidate.summary for candidate in advice.tried}
+    console.print(comparison_table(tried, max_width=console.width))
+    console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
+    for reason in advice.reasons:
+        console.print(f"- {reason}", highlight=False, soft_wrap=True)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
+    console.print(f"with vLLM: {flags}", highlight=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"the run and the frontier are in {out}", highlight=False, soft_wrap=True)
+
+
+def can_report(path: Path | None) -> None:
+    """Raises where a report could not be written, before the work that it is about."""
+    if path is not None:
+        from metrics.html_report import require_plotly
+
+        check_place(path, SimulationError)
+        require_plotly()
+
+
+def write_html(path: Path | None, runs: dict[str, Run]) -> None:
+    """The report of these runs, if one was asked for."""
+    if path is None:
+        return
+    from metrics.html_report import write_report
+
+    for run in runs.values():
+        run.tables.summary = run.summary
+    config = next(iter(runs.values())).config
+    what = f"{config['model']} on {config['gpu']}, trace {config['trace']['name']}"
+    question = f"Which policy serves {what} best?" if len(runs) > 1 else f"How does {config['policy']} serve {what}?"
+    write_report(path, {folder_name(name): run.tables for name, run in runs.items()}, question=question)
+
+
+def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool) -> None:
+    """Runs side by side, where their costs come from, who did not finish, and each SLO class; figures into OUT."""
+    drawn: list[Path] = []
+    if figures:
+        if out is None:
+            raise SimulationError("--figures: say where with --out")
+        from metrics.figures import draw_all
+
+        tables = {folder_name(name): run.tables for name, run in runs.items()}
+        drawn = draw_all(tables, out / "figures")
+        if all((run.config.get("pp") or 1) > 1 for run in runs.values()):
+            from metrics.pipeline_figures import draw_pipeline
+
+            drawn += draw_pipeline(tables, out / "figures")
+    summaries = {folder_name(name): run.summary for name, run in runs.items()}
+    if as_json:
+        from metrics.run_folder import json_ready
+
+        only = next(iter(summaries.values())) if len(summaries) == 1 else summaries
+        print(json.dumps(json_ready(only), indent=2))
+        return
+    from metrics.report import comparison_table
+
+    console = wide_console()
+    console.print(comparison_table(summaries, max_width=console.width))
+    first = next(iter(runs.values()))
+    trust = "calibrated" if first.config["calibrated"] else "uncalibrated"
+    console.print(f"costs: {first.config['cost_model']} ({trust})", highlight=False, soft_wrap=True)
+    for run in runs.values():
+        reasons = _reasons(run)
+        if reasons:
+            console.print(f"{run.config['policy']}: {reasons}", highlight=False, soft_wrap=True)
+        if run.summary["overloaded"]:
+            words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
+            console.print(f"{run.config['policy']}: {words}", highlight=False, soft_wrap=True)
+    classes = _class_summaries(runs)
+    if classes:
+        console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
+    if out is not None:
+        console.print(f"written to {out}", highlight=False, soft_wrap=True)
+    if drawn:
+        console.print(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}", highlight=False)
+
+
+def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """policy / class -> summary, where the requests have more than one SLO class."""
+    from metrics import summarise_classes
+    from metrics.slo import parse_objectives
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        slo, warmup = (run.config["replay"][key] for key in ("slo", "warmup"))
+        objective = parse_objectives(slo) if slo else None
+        classes = summarise_classes(run.tables, slo=objective, warmup=warmup or 0)
+        if len(classes) < 2:
+            return {}
+        found |= {f"{folder_name(name)} {label}": summary for label, summary in classes.items()}
+    return found
+
+
+def _reasons(run: Run) -> str:
+    """Requests that did not finish, by reason, most frequent first."""
+    from collections import Counter
+
+    status, reason = run.tables.column("requests", "status"), run.tables.column("requests", "reason")
+    counts = Counter((str(s), str(r)) for s, r in zip(status, reason) if s != "finished")
+    return "; ".join(f"{count} {status} ({reason})" for (status, reason), count in counts.most_common(3))
+
+
+def wide_console() -> Any:
+    """As wide as the terminal; 160 characters into a pipe, as the tables assume."""
+    import shutil
+
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 40)).columns)
+
+
+class Progress:
+    """A progress bar on a terminal's stderr, nothing elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet or not sys.stderr.isatty()
+        self.bar: Any = None
+
+    def __enter__(self) -> Any:
+        if self.quiet:
+            return lambda name, total: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )  # fmt: skip
+        self.bar.start()
+        return self._start
+
+    def _start(self, name: str, total: int) -> Any:
+        task = self.bar.add_task(name, total=total)
+        return lambda ended, total: self.bar.update(task, completed=ended)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.bar is not None:
+            for task in self.bar.tasks:
+                self.bar.update(task.id, completed=task.total)
+            self.bar.stop()
+
+
+def folder_name(policy: str) -> str:
+    return policy.rpartition(":")[2] if ":" in policy else policy
+
+
+def say_draw(number: int, policy: str) -> None:
+    if sys.stderr.isatty():
+        print(f"draw {number + 1}: {policy}", file=sys.stderr)
+
+
+def say_trying(label: str) -> None:
+    if sys.stderr.isatty():
+        print(f"trying {label}", file=sys.stderr)
