@@ -167,9 +167,9 @@ def read_model(path: str | Path) -> DeviceFit:
         profiled=entry.pairs("profiled", lambda pair: (str(pair[0])[:200], int(pair[1]))),
         terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
-        errors={key: entry.inner("errors", key).numbers() for key in entry.mapping("errors")},
+        errors={k: _Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
         worst=tuple(str(line)[:200] for line in entry.values.get("worst") or () if isinstance(line, str)),
-        noise=_Entry(path, "noise", entry.mapping("noise")).numbers(low=0.0),
+        noise=_Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
     )
 
 
@@ -205,11 +205,9 @@ class _Entry:
             self.fail(key, value, "a whole number")
         return int(value)
 
-    def numbers(self, low: float = -1e15) -> dict[str, float]:
-        return {key: self.number(key, low, 1e15) for key in self.values}
-
-    def inner(self, key: str, name: str) -> _Entry:
-        return _Entry(self.path, f"{key}.{name}", self.values[key][name])
+    def numbers(self, *wanted: str) -> dict[str, float]:
+        found = {key: self.number(key, -1e15, 1e15) for key in self.values}
+        return found | {key: self.number(key, 0.0, 1e6) for key in wanted}
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.values.get(key, {})
