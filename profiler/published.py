@@ -49,7 +49,8 @@ def published_steps(folder: str | Path) -> list[PublishedStep]:
             try:
                 steps += reader(rows)
             except (KeyError, TypeError, ValueError, csv.Error) as error:
-                raise ProfileError(f"{path}, line {rows.line_num}: {repr(error)[:200]}: not as the table was published") from None
+                where = f"{path}, line {rows.line_num}"
+                raise ProfileError(f"{where}: {repr(error)[:200]}: not as the table was published") from None
     if not steps:
         raise ProfileError(f"{folder}: none of {', '.join(_READERS)} is there")
     return steps
