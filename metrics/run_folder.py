@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_config import check_config
 from policies.input_file import read_json
 from policies.output_file import check_place, clear_leftovers, scratch_prefix
 
@@ -72,6 +73,7 @@ def read_run(path: str | Path) -> RunTables:
         raise MetricsError(
             f"{folder / 'config.json'}: found layout {config[RUN_MARKER]!r}, expected {RUN_VERSION}; run it again"
         )
+    check_config(config, folder / "config.json")
     tables = {name: folder / f"{name}.parquet" for name in TABLES}
     for name, file in tables.items():
         _check_table(file, name)

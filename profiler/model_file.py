@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from policies.input_file import checked_file, read_json
 from policies.output_file import whole_file
+from policies.settings import listed
 from profiler.attention_family import AttentionFamily
 from profiler.attention_fit import AttentionFit
 from profiler.attention_law import BatchLaw, DecodeLaw
@@ -168,7 +169,7 @@ def read_model(path: str | Path) -> DeviceFit:
         terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
         errors={k: _Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
-        worst=tuple(str(line)[:200] for line in entry.values.get("worst") or () if isinstance(line, str)),
+        worst=listed(f"{path}: worst", entry.values.get("worst") or (), str, ProfileError),
         noise=_Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
     )
 

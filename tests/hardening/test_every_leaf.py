@@ -1,7 +1,7 @@
 """Every value of every kind of structured file becomes each of the values that no one can mean, or is left out.
 
 The file stays what it is otherwise, so the readers get past its beginning. `LEAF_VALUES=all` tries every value at every
-place (by hand, minutes), otherwise a few at each place in turn.
+place (by hand, half an hour), otherwise one at each place in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VALUES: tuple[Any, ...] = (
 def bent(document: Any) -> Iterator[tuple[str, Any]]:
     """(what was done, the document with one value changed); of a list, its first and last entries are changed."""
     for turn, path in enumerate(leaves(document)):
-        chosen = VALUES if ALL else [VALUES[(turn + step) % len(VALUES)] for step in (0, 8, 16)]
+        chosen = VALUES if ALL else [VALUES[turn * 5 % len(VALUES)]]
         for value in chosen:
             changed = json.loads(json.dumps(document))
             inner = changed
@@ -110,7 +110,7 @@ def _packing() -> dict[str, Any]:
 
 Door = tuple[Callable[[], Any], str, Callable[[Any], "str | None"], Callable[[Path], tuple[object, ...]]]
 REPLAY = ("simulator", "replay", "t.csv")
-CAPACITY = ("experiments", "capacity", "--prompt", "fixed:9", "--output", "fixed:2", "--requests", 100, "--draws", 2, "--tolerance", 0.9, "--workers", 0, "--gpus", "h100")  # fmt: skip
+CAPACITY = ("experiments", "capacity", "t.csv", "--smallest", "--slo", "ttft_p99=9", "--workers", 0, "--gpus", "h100")
 DOORS: dict[str, Door] = {
     "gpu": (lambda: _named("profiler/data/hardware.toml", "h100"), "gpu.toml", toml, lambda f: (*REPLAY, "--gpu", f)),
     "model": (lambda: _named("profiler/data/models.toml", "nano"), "model.toml", toml, lambda f: (*REPLAY, "--model", f)),
@@ -120,14 +120,14 @@ DOORS: dict[str, Door] = {
     "settings of a replay": (
         lambda: {
             "policy": "chunked", "chunk_size": 64, "model": "nano", "gpu": "h100", "knobs": {"token_budget": 64}, "pp": 2,
-            "layer_split": [2, 2], "slo": "ttft_p99=2", "warmup": "1s", "fail": ["0@1"], "replicas": 2,
+            "layer_split": [2, 2], "slo": "ttft_p99=2", "warmup": "1s", "failures": ["0@1"], "replicas": 2,
         },
         "run.toml", toml, lambda f: (*REPLAY, "--config", f),
     ),
     "sweep": (
         lambda: {
             "trace": {"file": "t.csv", "limit": 2}, "base": {"model": "nano", "knobs": {"chunk_size": 64}},
-            "space": {"policy": ["chunked"], "chunk_size": [64, 128], "gpu.memory_bandwidth": [1e12, 2e12]},
+            "space": {"policy": ["chunked"], "chunk_size": [64, 128], "hardware.memory_bandwidth": [1e12, 2e12]},
         },
         "sweep.toml", toml, lambda f: ("experiments", "sweep", f, "--workers", 0, "--out", f.parent / "sweep"),
     ),
