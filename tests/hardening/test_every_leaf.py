@@ -119,14 +119,14 @@ DOORS: dict[str, Door] = {
     "costs of packing": (_packing, "pack.json", as_json, lambda f: (*REPLAY, "--kv-compression", "kivi4", "--kv-compression-cost", f)),
     "settings of a replay": (
         lambda: {
-            "policy": "chunked", "chunk_size": 64, "model": "nano", "gpu": "h100", "knobs": {"token_budget": 64}, "pp": 2,
+            "policy": "chunked", "token_budget": 640, "model": "nano", "gpu": "h100", "knobs": {"chunk_size": 64}, "pp": 2,
             "layer_split": [2, 2], "slo": "ttft_p99=2", "warmup": "1s", "failures": ["0@1"], "replicas": 2,
         },
         "run.toml", toml, lambda f: (*REPLAY, "--config", f),
     ),
     "sweep": (
         lambda: {
-            "trace": {"file": "t.csv", "limit": 2}, "base": {"model": "nano", "knobs": {"chunk_size": 64}},
+            "trace": {"file": "t.csv", "seed": 2}, "base": {"model": "nano", "knobs": {"chunk_size": 64}},
             "space": {"policy": ["chunked"], "chunk_size": [64, 128], "hardware.memory_bandwidth": [1e12, 2e12]},
         },
         "sweep.toml", toml, lambda f: ("experiments", "sweep", f, "--workers", 0, "--out", f.parent / "sweep"),
