@@ -12,11 +12,15 @@ import sys
 from setuptools import setup
 
 WANTED = os.environ.get("CHARIOTEER_COMPILE", "") not in ("", "0")
+# Whoever only asks for names and versions, or for the sources, need not wait for a compiler.
+BUILDS = not {"egg_info", "dist_info", "sdist"} & set(sys.argv)
 
-try:
-    from mypyc.build import mypycify
-except ImportError:
-    mypycify = None
+mypycify = None
+if WANTED:
+    try:
+        from mypyc.build import mypycify
+    except ImportError:
+        pass
 
 
 def extensions() -> list:
@@ -26,10 +30,10 @@ def extensions() -> list:
     return mypycify([version, "--follow-imports=silent", *files], opt_level="3", debug_level="0")
 
 
-if not WANTED:
-    setup()
-elif mypycify is None:
+if WANTED and mypycify is None:
     # pip asks what this build requires.
     setup(setup_requires=["mypy[mypyc]>=1.18", "numpy", "simpy>=4.1"])
-else:
+elif WANTED and BUILDS:
     setup(ext_modules=extensions())
+else:
+    setup()

@@ -4,7 +4,8 @@
 
 An iteration is compared with what SimPy itself needs for one timeout of one process, so that the figure is a ratio that
 a busy or slow machine does not change much. CPU seconds are given with wall seconds for the same reason. Pipelines and
-replicas are those of benchmarks/clusters.py. --requests adds a long run whose records are streamed to disk.
+replicas are those of benchmarks/clusters.py. --requests adds a long run whose records are streamed to disk. The first
+line says whether the hot modules were compiled (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.clusters import measure_pipeline, measure_replicas
 from metrics import Recorder, summarise
 from policies import make_policy
+from policies.compiling import how_built
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
 from simulator.simulation import Engine, make_engine, simulate
@@ -165,7 +167,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     measure_changing(16, 2_000)  # imports and tables
-    result: dict[str, Any] = measure_ratio((16, 64, 256), arguments.iterations, arguments.repeats)
+    result: dict[str, Any] = {"build": how_built()}
+    result |= measure_ratio((16, 64, 256), arguments.iterations, arguments.repeats)
     if arguments.trace.exists():
         result["trace"] = [measure_trace(arguments.trace, policy) for policy in arguments.policies.split(",")]
         # A part of it: a pipeline has many more iterations.
@@ -178,6 +181,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
+    print(f"build: {result['build']}")
     print(f"bare SimPy timeout: {result['bare_timeout_us']:.2f} us CPU")
     print("changing batches, records kept:")
     for row in result["changing"]:

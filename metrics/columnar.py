@@ -110,8 +110,11 @@ def _in_order(name: str, total: int, parts: Sequence[Entries]) -> tuple[Ints, In
         lens[rows] = counts
     flat = np.empty((len(NESTED[name]), int(lens.sum())), dtype=np.int64)
     starts = np.cumsum(lens) - lens
-    for rows, _, entries in parts:
-        flat[:, _flat_positions(starts, lens, rows)] = entries
+    for rows, counts, entries in parts:
+        if len(counts) and counts.max() <= 1:
+            flat[:, starts[rows[counts > 0]]] = entries
+        else:
+            flat[:, _flat_positions(starts, lens, rows)] = entries
     return lens, flat
 
 
@@ -196,6 +199,18 @@ def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
 
 def _stage_table(columns: dict[str, NDArray[Any]], given: Sequence[Entries]) -> pa.Table:
     """One row per iteration and stage; an iteration without stages of its own has one, busy for its device time."""
+    if not given:
+        return _table(
+            "stages",
+            {
+                "replica": columns["replica"],
+                "stage": np.zeros(len(columns["start_s"]), dtype=np.int64),
+                "iteration": columns["iteration"],
+                "start_s": to_seconds(columns["start_s"]),
+                "end_s": to_seconds(columns["start_s"] + columns["device_s"]),
+                "send_s": np.zeros(len(columns["start_s"])),
+            },
+        )
     lens = np.ones(len(columns["start_s"]), dtype=np.int64)
     for rows, counts, _ in given:
         lens[rows] = np.maximum(counts, 1)

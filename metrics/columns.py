@@ -55,7 +55,7 @@ REQUESTS = (
     Column("first_token_s", "float64", "first token delivered (NaN if never)"),
     Column("finished_s", "float64", "end of any kind: last token, rejection, failure or abort"),
     Column("preemptions", "int32", "how often it was thrown back to the queue"),
-    Column("cached_tokens", "int32", "prompt tokens found in the prefix cache"),
+    Column("cached_tokens", "int32", "prompt tokens found in the prefix cache on the first admission"),
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),

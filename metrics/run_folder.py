@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
 from metrics.run_config import check_config
+from policies.compiling import how_built
 from policies.input_file import read_json
 from policies.output_file import check_place, clear_leftovers, scratch_prefix
 
@@ -170,8 +171,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def versions_of(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of libraries that a result depends on, for config.json."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of libraries that a result depends on, for config.json; whether the core is compiled."""
+    found = {"python": platform.python_version(), "core": how_built()}
     for package in packages:
         try:
             found[package] = version(package)

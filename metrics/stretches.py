@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from metrics.events import LEAP, STRAIGHT, Stretch
 
 Ints = NDArray[np.int64]
+_RARE = ("dummy_tokens", "executed_rows", "waiting", "replica")
 Columns = dict[str, NDArray[Any]]
 AllLeaps = Any
 """A `metrics.events.Leaps` in which each field is a sequence, of all leaps."""
@@ -59,7 +60,9 @@ def fill_leaps(columns: Columns, numbers: Ints, leaps: AllLeaps, rows: Ints) -> 
     """Fill the rows of all leaps; returns their cohorts. numbers: [LEAP, leaps]; rows: where the iterations belong."""
     steps = ints(leaps.steps)
     elapsed = counts_up(steps)
-    first = dict(zip(LEAP, np.repeat(numbers, steps, axis=1)))
+    # Columns are full of zeros already.
+    zero = {name for name, each in zip(LEAP, numbers) if name in _RARE and not each.any()}
+    first = {name: np.repeat(each, steps) for name, each in zip(LEAP, numbers) if name not in zero}
     ends = _joined(leaps.ends_ns)
     before, after = first["host_before_s"], first["host_after_s"]
     follows = np.concatenate([first["planned_s"][:1], ends[:-1]])

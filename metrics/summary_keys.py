@@ -67,7 +67,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "preempted_requests": "measured requests to which that happened",
     "prompt_tokens": "prompt tokens of measured requests",
     "output_tokens": "output tokens delivered to measured requests",
-    "cached_tokens": "prompt tokens of measured requests found in the prefix cache",
+    "cached_tokens": "prompt tokens of measured requests found in the prefix cache on the first admission",
     "cached_share": "cached_tokens / prompt_tokens",
     "pd_ratio": "P:D of the whole trace: prompt tokens / output tokens delivered",
     "pd_optimum": "P:D at which every chunk finds its decodes: (C - (B - 1)) / (B - 1) for chunk size C and B slots",

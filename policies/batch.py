@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from policies.swap import Move
     from policies.track import Track
 
+NEVER = -1
+
 __all__ = ["Batch", "BatchShape", "Chunk", "Decodes"]
 
 
@@ -23,13 +25,14 @@ class Batch:
     parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
     that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
     with this batch stands there with size 0.
+    repeats_at: the state of the queues (`Queues.changes`) in which it may be planned again without asking the policy.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
     swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
 
     __slots__ = (
         "cached_tokens", "chunks", "grown", "joins", "new_blocks", "number", "parts", "planned_ns", "preempted",
-        "shape", "swap_in", "swap_out",
+        "repeats_at", "shape", "swap_in", "swap_out",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +56,7 @@ class Batch:
         self.preempted = preempted
         self.cached_tokens = cached_tokens
         self.shape = shape
+        self.repeats_at = NEVER
         self.new_blocks: Sequence[tuple[int, int, int]] = ()
         self.swap_out: Sequence[Move] = ()
         self.swap_in: Sequence[Move] = ()

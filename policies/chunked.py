@@ -22,6 +22,7 @@ class Chunked(Policy):
 
     repeats: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
+    repeats_in_pipelines: ClassVar[bool] = True
     paper: ClassVar[str] = "Sarathi-Serve (OSDI 2024), Algorithm 3"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

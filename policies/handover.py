@@ -36,6 +36,7 @@ class Handover:
         track = self.held.pop(request_id, None)
         if track is not None:
             self._scheduler.ledger.release(track)
+            self._scheduler.queues.changes += 1
 
     # The engine that decodes
 
@@ -80,5 +81,6 @@ class Handover:
                 scheduler.queues.prefill_tokens += track.computed
                 track.computed = 0
                 scheduler.ledger.release(track)
+                scheduler.queues.changes += 1
                 return True
         return False

@@ -132,6 +132,45 @@ class Lockstep:
         queues.decode_tokens_promised -= decodes
         return True
 
+    def mark_repeatable(self, batch: Batch) -> None:
+        """Note on a plan of a pipeline that it would be made again while nothing changes, where the policy says so."""
+        grown = batch.grown
+        if batch.chunks or len(grown) != 1 or batch.preempted or self.alarm_ns is not None or self._only_now:
+            return
+        if not self.policy.repeats_in_pipelines or self.host.chase_chunks or self.host.chase_decodes:
+            return
+        if self.ledger.by_id or self.admission is not None or self.swap is not None:
+            return
+        if grown[0][2] == grown[0][0].size:
+            batch.repeats_at = self.queues.changes
+
+    def plan_decodes_again(self, batch: Batch, now_ns: Ns) -> bool:
+        """`plan_again` for one micro-batch of several: `batch`, just delivered, was one whole cohort, and is again.
+
+        It is what `plan` would do, by the policy's promise (`repeats_in_pipelines`), as long as nothing has changed
+        since and nothing else is free to be planned.
+        """
+        queues = self.queues
+        if batch.repeats_at != queues.changes or self.alarm_ns is not None:
+            return False
+        cohort = batch.grown[0][0]
+        for part in queues.parts:
+            if part is not cohort and not part.in_flight:
+                return False
+        step = cohort.plan_step(self.ledger)
+        if step is None:
+            return False
+        _, _, decodes, total, longest = step
+        batch.grown = [step]
+        batch.parts = [step]
+        batch.shape = _new(BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.number = self._batches
+        self._batches += 1
+        batch.planned_ns = now_ns
+        queues.in_flight_batches += 1
+        queues.decode_tokens_promised -= decodes
+        return True
+
     # Cohorts
 
     def new_cohort(self) -> Cohort:

@@ -39,11 +39,14 @@ class Policy:
         nobody, and since then nobody arrived, ended or was freed, it would be planned again. False is always safe.
     repeats_chunks: the same promise for a plan of all that runs, one whole cohort (or none) and a chunk of one prompt:
         with the next chunk of that prompt, of the same size, while the prompt lacks more than that and blocks suffice.
+    repeats_in_pipelines: the first promise for one micro-batch of several: if its last plan was one whole cohort,
+        nothing else is free to be planned, and since then nobody arrived, was admitted, sampled a first token or ended.
     paper: where the rule comes from. memory: the memory rule of its system.
     """
 
     repeats: ClassVar[bool] = False
     repeats_chunks: ClassVar[bool] = False
+    repeats_in_pipelines: ClassVar[bool] = False
     paper: ClassVar[str] = ""
     memory: ClassVar[MemoryRule] = MemoryRule()
 

@@ -17,10 +17,11 @@ class Queues:
     waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
     planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
     num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
+    changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends, or blocks are freed.
     """
 
     __slots__ = (
-        "_by_class", "_chase_chunks", "_chase_decodes", "_cohorts", "_partial", "decode_tokens_promised",
+        "_by_class", "_chase_chunks", "_chase_decodes", "_cohorts", "_partial", "changes", "decode_tokens_promised",
         "in_flight_batches", "in_host_memory", "num_running", "parts", "prefill_tokens", "running_by_slo", "waiting",
     )  # fmt: skip
 
@@ -31,6 +32,7 @@ class Queues:
         self.parts: list[Cohort | Track] = []
         self._cohorts: list[Cohort] | None = None
         self._partial: list[Track] | None = None
+        self.changes = 0
         self.num_running = 0
         self.running_by_slo: dict[str | None, int] = {}
         self.in_flight_batches = 0
@@ -107,19 +109,23 @@ class Queues:
     def parts_changed(self) -> None:
         """Lists handed out before stay as they are: a plan may be walking through them."""
         self._cohorts = self._partial = None
+        self.changes += 1
 
     def enqueue(self, track: Track) -> None:
         self.waiting.append(track)
+        self.changes += 1
         if self._by_class is not None:
             self._class_of(track).append(track)
 
     def enqueue_in_front(self, track: Track) -> None:
         self.waiting.appendleft(track)
+        self.changes += 1
         if self._by_class is not None:
             self._class_of(track).appendleft(track)
 
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
+        self.changes += 1
         if self._by_class is not None:
             of_class = self._class_of(track)
             _take_out(of_class, track)
@@ -128,6 +134,7 @@ class Queues:
 
     def count_running(self, track: Track, change: int) -> None:
         self.num_running += change
+        self.changes += 1
         slo, by_slo = track.request.slo, self.running_by_slo
         count = by_slo.get(slo, 0) + change
         if count:

@@ -154,6 +154,7 @@ class Scheduler(Lockstep):
                     self.queues.dequeue(track)
                 if track.blocks:
                     self.ledger.release(track)
+                    self.queues.changes += 1
                 if self.swap is not None:
                     self.swap.forget(request_id)
             self._forget(track, unplanned)
@@ -248,6 +249,8 @@ class Scheduler(Lockstep):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
+        if host.micro_batches > 1:
+            self.mark_repeatable(batch)
         return batch
 
     def complete(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Outcome:
@@ -311,13 +314,12 @@ class Scheduler(Lockstep):
         track.order = self._admissions
         self._admissions += 1
         track.status = "running"
+        hit = cached - track.computed
         if track.admitted_ns < 0:
             track.admitted_ns = now_ns
+            track.cached_total = hit  # what a preempted request finds of its own later was not saved
         track.own_context = cached
-        if cached:
-            hit = cached - track.computed
-            track.cached_total += hit
-            queues.prefill_tokens -= hit
+        queues.prefill_tokens -= hit
         queues.count_running(track, 1)
         queues.parts.append(track)
         queues.parts_changed()

@@ -31,6 +31,7 @@ class VllmV1(Policy):
 
     repeats: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
+    repeats_in_pipelines: ClassVar[bool] = True
     paper: ClassVar[str] = "vLLM 0.19 to 0.32, v1/core/sched/scheduler.py"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9)
 

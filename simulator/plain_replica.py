@@ -273,8 +273,8 @@ class PlainReplica:
         self._complete()
         self._run()
 
-    def _complete(self) -> None:
-        """Deliver the oldest flight, now."""
+    def _complete(self) -> Batch:
+        """Deliver the oldest flight, now; returns its batch."""
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
         finished = scheduler.deliver(batch, end)
@@ -285,6 +285,7 @@ class PlainReplica:
             self._end(track)
         if scheduler.retired:
             self._record_retired()
+        return batch
 
     def _record(
         self,

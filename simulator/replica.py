@@ -73,6 +73,8 @@ class Replica(PlainReplica):
             self._ahead.sharers += 1
         # Nothing but this loop's own steps to take: see _run_straight.
         self._straight = self.leaps and cost.stages == 1 and type(self)._launch is Replica._launch
+        # Micro-batches that would be planned again are, without asking the policy.
+        self._repeats = leaps and cost.stages > 1
         self._running_ahead = False
         self._leap: Leap | None = None
 
@@ -137,9 +139,10 @@ class Replica(PlainReplica):
 
     def _run_pipeline(self, ahead: VirtualTime) -> None:
         """Plan; then go from completion to completion as long as nothing else happens before the next one."""
-        flights = self._flights
+        flights, depth = self._flights, self._depth
         while True:
-            self._plan()
+            if len(flights) < depth:
+                self._plan()
             if not flights or self._completion is not None:
                 return
             end = flights[0][2]
@@ -279,6 +282,13 @@ class Replica(PlainReplica):
         cost = self.cost
         before, after = cost.host_ns(shape)
         return before, after, cost.stage_ns(shape), cost.inside(shape)
+
+    def _complete(self) -> Batch:
+        end = self._flights[0][2]
+        batch = super()._complete()
+        if self._repeats and self.scheduler.plan_decodes_again(batch, end):
+            self._launch(batch)
+        return batch
 
     # Leaps
 

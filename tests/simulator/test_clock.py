@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.chunked import Chunked
 from simulator.clock import VirtualTime
 from simulator.config import ReplayConfig
 from simulator.moment import Moment
@@ -76,3 +77,12 @@ def test_pipelines_and_planning_ahead_write_the_very_tables_of_the_plain_path(ro
     for table in ("requests", "iterations", "tokens", "segments", "stages"):
         one, other = (repr(each.table(table).to_pydict()) for each in tables)
         assert one == other, table
+
+
+def test_a_pipeline_asks_the_policy_only_when_something_has_changed(monkeypatch):
+    asked = []
+    plan = Chunked.plan
+    monkeypatch.setattr(Chunked, "plan", lambda self, *given: (asked.append(1), plan(self, *given)))
+    trace = trace_of([(0, 8, 100), (0, 8, 100)])
+    run = replay(trace, ReplayConfig(policy="chunked", pp=2, num_blocks=200), cost=ConstantCost(S, stages=2))
+    assert run.tables.rows("iterations") > 100 > 3 * len(asked)

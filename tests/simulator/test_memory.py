@@ -87,6 +87,14 @@ def test_a_later_turn_finds_prompt_and_answer_of_the_earlier_one():
     assert unknown.summary["cached_tokens"] == 0
 
 
+def test_what_a_preempted_request_finds_of_its_own_is_no_hit():
+    """Its blocks may still be there when it comes back; nobody was saved a prompt token."""
+    result = run(trace_of([(0, 64, 64)] * 2), prefix_caching=True, num_blocks=12, watermark=0.0)
+    assert result.summary["preemptions"] > 0
+    assert sum(result.tables.column("iterations", "cached_tokens")) > 0
+    assert (result.summary["cached_tokens"], result.summary["prefix_hit_requests"]) == (0, 0)
+
+
 BURST = [(0.001 * row, 100_000, 40) for row in range(50)] + [(5 + row, 200, 100) for row in range(30)]
 
 
