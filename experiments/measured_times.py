@@ -3,7 +3,7 @@
 `experiments.agreement` drives a bare scheduler with recorded moments. Here the whole simulator runs, with its clock,
 its arrivals and its replica; only its cost model is replaced by the list of what each iteration took. The simulator
 plans at the very moment a batch completes, a live loop some tenths of a millisecond later; so whoever arrived in that
-gap is given to the simulator at its beginning.
+gap is given to the simulator at its beginning, and the policy is told the live moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.agreement import COMPARED, plain_row
-from policies import BatchShape, Ns
+from policies import BatchShape, Ns, Policy
 from simulator.engine import Engine, make_engine
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
     )  # fmt: skip
     moved = _as_planned(live, trace, planned, end, plans)
     plain = make_engine(replay, moved, cost)
-    engine = FedEngine(**{entry.name: getattr(plain, entry.name) for entry in fields(Engine)}, estimating=model)
+    kept = {entry.name: getattr(plain, entry.name) for entry in fields(Engine)}
+    kept["policy"] = _at_live_moments(plain.policy, dict(zip(plans.tolist(), planned.tolist())))
+    engine = FedEngine(**kept, estimating=model)
     recorder = Recorder()
     simulate(moved, engine, recorder)
     return _compare(live, recorder.tables())
@@ -137,6 +139,19 @@ def _plan_moments(live: RunTables, planned: Column, end: Column) -> Column:
     busy = arrived[:-1] > gone[:-1]
     plans[1:][busy] = end[:-1][busy]
     return plans
+
+
+def _at_live_moments(policy: Policy, live_ns: Mapping[Ns, Ns]) -> Policy:
+    """The same policy, told the moment at which the live loop planned: some go by who is late by then. live_ns: the
+    simulator's moment of a plan -> the live one."""
+
+    class AtLiveMoments(type(policy)):  # type: ignore[misc]
+        def plan(self, queues: Any, draft: Any, kv: Any, host: Any, now_ns: Ns) -> None:
+            super().plan(queues, draft, kv, host, live_ns.get(now_ns, now_ns))
+
+    moved = object.__new__(AtLiveMoments)
+    vars(moved).update(vars(policy))  # knobs are fields of a frozen dataclass
+    return moved
 
 
 def _as_planned(live: RunTables, trace: Trace, planned: Column, end: Column, plans: Column) -> Trace:

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.attention_fit import SPLIT_BELOW, AttentionFit, batch_columns
+from profiler.attention_fit import AttentionFit, batch_columns
 from profiler.attention_law import (
     CONTEXT_STEP,
     QUERY_ROWS,
     BatchLaw,
-    DecodeLaw,
     chunk_blocks,
-    decode_us,
     fit_batch_law,
-    fit_decode_law,
     joined_us,
 )
+from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.lattice import Lattice
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 
@@ -52,7 +50,8 @@ class AttentionFamily:
     batch_law, prefill_law: of one query head's blocks; their `write` is per 1000 tokens and KV head. decode_law: over
         streams.
     misses: log(measured / law), "decode" over (streams, context), "prefill" over (query heads, tokens), and for a
-        number of KV heads that was measured itself "decode:N" over (decodes, context).
+        number of KV heads that was measured itself "decode:N" over (decodes, context). Where one decode is another
+        kernel, "single:N" over its context, and "single:0" of any number of KV heads.
     kernel: "fa2", whose decodes beside a chunk are blocks of the same kernel, or "fa3", whose decodes stream beside it.
     region: largest streams and context measured, largest tokens, query heads.
     """
@@ -75,17 +74,14 @@ class AttentionFamily:
         )
         tokens = self.misses["prefill"].axes[1]
         alone = self.misses["prefill"](np.full(len(tokens), float(heads)), tokens)
+        single = self.misses.get(f"single:{kv_heads}") or self.misses.get("single:0")
         misses = {
+            **({"single": single} if single else {}),
             "decode": decode,
             "prefill": Lattice([tokens, [0.0, FAR]], np.stack([alone, alone], axis=1)),
         }
         law = replace(self.batch_law, write=self.batch_law.write * kv_heads)
-        decode_law = replace(
-            self.decode_law,
-            block=self.decode_law.block * kv_heads,
-            stream=self.decode_law.stream * kv_heads,
-            split_below=self.decode_law.split_below / kv_heads,
-        )
+        decode_law = self.decode_law.resized(kv_heads)
         fit = AttentionFit(
             heads, kv_heads, self.head_dim, self.sms, law, decode_law, misses, streams_beside=self.kernel != "fa2"
         )
@@ -119,16 +115,20 @@ def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionF
     batches["head_dim"] = table["head_dim"].to_numpy(int)
     families = []
     query_rows = FA3_ROWS if kernel == "fa3" else QUERY_ROWS
-    for (head_dim, group), rows in batches.groupby(["head_dim", batches["heads"] / batches["kv_heads"]]):
+    layouts = batches.groupby(["head_dim", batches["heads"] / batches["kv_heads"]])
+    known: dict[tuple[int, str], DecodeLaw] = {}
+    for (head_dim, group), rows in sorted(layouts, key=lambda layout: -len(layout[1])):
         decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
         if group != int(group) or not len(decodes) or not len(prompts):
             continue
         law, waves, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
-        decode_law, misses, region = _fit_decode(decodes, SPLIT_BELOW * 2 * sms if kernel == "fa2" else 0.0)
+        walked = "fa2 whole" if kernel == "fa2" and group == 1 else kernel
+        decode_law, misses, region = _fit_decode(decodes, sms, walked, known.get((int(head_dim), walked)))
+        known.setdefault((int(head_dim), walked), decode_law)
         region = {**region, "tokens": longest, "query_heads": widest}
         misses["prefill"] = prefill
         families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region, waves))
-    return tuple(families)
+    return tuple(sorted(families, key=lambda family: (family.head_dim, family.group)))
 
 
 def nearest_family(families: tuple[AttentionFamily, ...], heads: int, kv_heads: int, head_dim: int) -> Any:
@@ -172,14 +172,22 @@ def _fit_prefill(
     )
 
 
-def _fit_decode(rows: pd.DataFrame, split_below: float) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
-    decodes, kv_heads = rows["decodes"].to_numpy(float), rows["kv_heads"].to_numpy(float)
+def _fit_decode(
+    rows: pd.DataFrame, sms: int, kernel: str, like: DecodeLaw | None
+) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
+    decodes, kv_heads, context, us = (rows[key].to_numpy(float) for key in ("decodes", "kv_heads", "context", "us"))
     streams = decodes * kv_heads
-    context, us = rows["context"].to_numpy(float), rows["us"].to_numpy(float)
-    law = fit_decode_law(lambda law: decode_us(law, streams, context), us, split_below)
-    miss = np.log(us / decode_us(law, streams, context))
-    misses = {"decode": Lattice.from_points([streams, context], miss)}
+    many = (decodes > 1) | (kernel != "fa2")
+    law = fit_decode_law(
+        decodes[many], context[many], us[many], sms=sms, heads=kv_heads[many], kernel=kernel, like=like
+    )
+    miss = np.log(us / law.us(decodes, context, heads=kv_heads))
+    misses = {"decode": Lattice.from_points([streams[many], context[many]], miss[many])}
     for heads in np.unique(kv_heads):
-        own = kv_heads == heads
+        own, one = (kv_heads == heads) & many, (kv_heads == heads) & ~many
         misses[f"decode:{int(heads)}"] = Lattice.from_points([decodes[own], context[own]], miss[own])
+        if one.any():
+            misses[f"single:{int(heads)}"] = Lattice.from_points([context[one]], miss[one])
+    if not many.all():
+        misses["single:0"] = Lattice.from_points([context[~many]], miss[~many])
     return law, misses, {"streams": int(streams.max()), "context": int(context.max())}

@@ -16,15 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from profiler.attention_law import (
     BatchLaw,
-    DecodeLaw,
     batch_us,
     chunk_share_us,
-    decode_us,
     fit_batch_law,
-    fit_decode_law,
 )
+from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
+from profiler.mixed_law import MixedLaw, fit_mixed_law
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
 
@@ -35,10 +34,6 @@ Array = NDArray[np.float64]
 
 UNGROUPED = "without grouped heads"
 """In the backend of a profile whose decodes read keys and values once a query head."""
-
-SPLIT_BELOW = 0.8
-"""FlashAttention 2 splits contexts over processors while sequences x KV heads stay below this share of two thread
-blocks a processor (its num_splits_heuristic); a longest context is then shared out like any other."""
 
 TWIN = "even twin"
 """In the backend of a row: an uneven batch's even twin, measured beside it, which only its difference is told from."""
@@ -73,6 +68,8 @@ class AttentionFit:
     streams_beside: without a "mixed" grid, decodes beside a chunk cost what they cost alone, less one launch (assumed
         of FlashAttention 3); otherwise what the law says blocks of the same kernel add (FlashAttention 2).
     prefill_law: of chunks alone, where blocks are dealt in waves; None: batch_law.
+    mixed_law: the same of chunks beside decodes, which "mixed" is then counted from; None: batch_law. It is too slow
+        for an engine's tables and is put into the grid by `tabled`.
     own: measured in this layout. Where it was not, decodes beside a chunk cost at least what they cost alone, less one
         launch: the same bytes have to come (on both RTX cards they cost more than that in 95 % of 20,000 mixed
         batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
@@ -92,16 +89,22 @@ class AttentionFit:
     streams_beside: bool = False
     grouped: bool = True
     prefill_law: PrefillLaw | None = None
+    mixed_law: MixedLaw | None = None
     own: bool = True
     token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
+
+    def by_law(self) -> AttentionFit:
+        """The laws alone, with nothing of what they miss."""
+        nothing = {name: Lattice(grid.axes, np.zeros_like(grid.values)) for name, grid in self.misses.items()}
+        return replace(self, misses=nothing)
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""
         miss: Array | float = self.misses["decode"](decodes, context) if "decode" in self.misses else 0.0
         if "single" in self.misses:
             miss = np.where(np.asarray(decodes) < 2, self.misses["single"](context), miss)
-        us = decode_us(self.decode_law, decodes, context, typical) * np.exp(miss)
+        us = self.decode_law.us(decodes, context, typical) * np.exp(miss)
         if not self.token_us:
             return us
         return np.maximum(us, self.decode_law.launch + self.token_us * np.multiply(decodes, context))
@@ -120,7 +123,10 @@ class AttentionFit:
         self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
     ) -> Array:
         """One chunk beside at least one decode; `typical` as in `decode_us`."""
-        both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
+        if self.mixed_law is not None:
+            both = self.mixed_law.us(self.heads, tokens, prefix, decodes, context, typical)
+        else:
+            both = batch_us(self.batch_law, self.heads, self.sms, tokens, prefix, decodes, context, typical)
         if "mixed" in self.misses:
             both = both * np.exp(self.misses["mixed"](tokens, prefix, decodes, context))
             if self.own:
@@ -185,13 +191,7 @@ def transferred(
             decode_step=batch.decode_step * size,
             write=batch.write * streams * size,
         ),
-        decode_law=replace(
-            decode,
-            block=decode.block * streams * size,
-            stream=decode.stream * streams * size,
-            alone=decode.alone * size,
-            split_below=decode.split_below / streams,
-        ),
+        decode_law=decode.resized(decode.streams * streams, size),
         prefill_law=fit.prefill_law and replace(
             fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size
         ),
@@ -259,9 +259,10 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     many = n > 1
     if not many.any() or not fit.grouped:
         many = np.full(len(n), True)
-    split_below = float(np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads)) if fit.grouped else 0.0
-    law = fit_decode_law(lambda law: decode_us(law, n[many], c[many]), us[many], split_below)
-    miss = np.log(us / decode_us(law, n, c))
+    streams = fit.kv_heads if fit.grouped else fit.heads
+    kernel = "fa2" if fit.grouped and fit.heads > fit.kv_heads else "fa2 whole"
+    law = fit_decode_law(n[many], c[many], us[many], sms=fit.sms, heads=streams, kernel=kernel).resized(streams)
+    miss = np.log(us / law.us(n, c))
     misses = {**fit.misses, "decode": _grid([n[many], c[many]], miss[many])}
     if not many.all():
         misses["single"] = _grid([c[~many]], miss[~many])
@@ -286,8 +287,45 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
                 fit, miss[alone] = replace(fit, prefill_law=waves), own
         misses["prefill"] = _grid([tokens, prefix], miss[alone])
     if (~alone).any():
-        misses["mixed"] = _grid([column[~alone] for column in columns], miss[~alone])
+        beside = [column[~alone] for column in columns]
+        if fit.prefill_law is not None and fit.grouped and len(beside[0]) >= LEAST_MIXED:
+            deal = (fit.prefill_law.slots, fit.prefill_law.rows, fit.prefill_law.stride)
+            mixed = fit_mixed_law(fit.heads, fit.kv_heads, deal, beside, us[~alone])
+            dealt = np.log(us[~alone] / mixed.us(fit.heads, *beside))
+            if np.abs(dealt).mean() < np.abs(miss[~alone]).mean():
+                fit, miss[~alone] = replace(fit, mixed_law=mixed), dealt
+        misses["mixed"] = _grid(beside, miss[~alone])
     return replace(fit, batch_law=law, misses=misses)
+
+
+LEAST_MIXED = 50
+"""Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""
+
+
+TABLED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+TABLED_DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Where `tabled` deals blocks besides the measured coordinates."""
+
+
+def tabled(fit: AttentionFit) -> AttentionFit:
+    """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, with knots between the measured
+    ones along tokens and decodes, where blocks fill processors."""
+    if fit.mixed_law is None:
+        return fit
+    tokens, prefix, decodes, context = fit.misses["mixed"].axes
+    axes = (_within(TABLED_TOKENS, tokens), prefix, _within(TABLED_DECODES, decodes), context)
+    nodes = np.meshgrid(*axes, indexing="ij", sparse=True)
+    ratio = fit.batch_us(*nodes) / batch_us(fit.batch_law, fit.heads, fit.sms, *nodes)
+    return replace(fit, mixed_law=None, misses={**fit.misses, "mixed": Lattice(axes, np.log(ratio))})
+
+
+def _within(more: tuple[int, ...], knots: Array) -> Array:
+    """Knots and those of `more` between them that are not close to one."""
+    apart = [at for at in more if knots[0] < at < knots[-1] and np.abs(np.log(knots / at)).min() > CLOSE]
+    return np.unique(np.concatenate([knots, apart]))
+
+
+CLOSE = 0.15
 
 
 _TWINS_BY = ["tokens", "prefix", "decodes", "context"]

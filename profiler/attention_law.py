@@ -1,16 +1,16 @@
-"""What an attention kernel costs, as physics: thread blocks dealt to processors in waves, and bytes through memory.
+"""What a chunk, alone or beside decodes, costs in attention: thread blocks that share processors.
 
 A kernel with queries longer than one token starts one thread block per head and per 64 query rows; a block walks the
 context 128 tokens at a time, and a decode beside it is a block with one useful row. So a batch costs its total work
-over all processors, joined with the longest block that nothing can share (`batch_us`). Decodes alone split their
-context over processors and stream it (`decode_us`). The laws have a handful of coefficients, each a time; what they
-miss is kept beside them on a grid (`profiler.attention_fit`), and where nothing was measured they stand alone.
+over all processors, joined with the longest block that nothing can share (`batch_us`). The law has a
+handful of coefficients, each a time; what it misses is kept beside it on a grid (`profiler.attention_fit`), and where
+nothing was measured it stands alone. `prefill_law` and `mixed_law` deal blocks one by one instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,27 +44,6 @@ class BatchLaw:
     def waves(self) -> bool:
         """Whether blocks are dealt in waves; FlashAttention 3 keeps its blocks resident and balances them."""
         return self.query_rows <= QUERY_ROWS
-
-    def as_dict(self) -> dict[str, float]:
-        return {key: round(float(value), 6) for key, value in asdict(self).items()}
-
-
-@dataclass(frozen=True)
-class DecodeLaw:
-    """Coefficients of `decode_us`: microseconds a launch, 128 tokens begun of one sequence, and 1000 tokens of context
-    in all or alone.
-
-    combine: of the second kernel that puts split contexts together again. split_below: fewer decodes than this are
-    split, once their context fills more than one step (0: the kernel does not tell).
-    """
-
-    launch: float = 12.0
-    block: float = 0.15
-    stream: float = 2.0
-    alone: float = 3.0
-    join: float = 1.5
-    combine: float = 0.0
-    split_below: float = 0.0
 
     def as_dict(self) -> dict[str, float]:
         return {key: round(float(value), 6) for key, value in asdict(self).items()}
@@ -131,17 +110,6 @@ def chunk_share_us(law: BatchLaw, heads: int, sms: int, tokens: ArrayLike, prefi
     return heads / sms * (law.block * blocks + law.step * steps) + law.write * np.asarray(tokens, float) / 1000.0
 
 
-def decode_us(law: DecodeLaw, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
-    """`decodes` decodes of `context` tokens each and nothing else, one layer, microseconds; `typical` as in
-    `context_steps`."""
-    decodes, context = np.asarray(decodes, float), np.asarray(context, float)
-    shared = decodes * (law.block * context_steps(context, typical) + law.stream * context / 1000.0)
-    alone = law.alone * context / 1000.0
-    most = np.maximum(np.maximum(shared, alone), 1e-30)
-    launch = law.launch + np.where((decodes < law.split_below) & (context >= CONTEXT_STEP), law.combine, 0.0)
-    return launch + most * ((shared / most) ** law.join + (alone / most) ** law.join) ** (1.0 / law.join)
-
-
 BATCH_PRIOR = {"launch": 3.0, "block": 0.5, "step": 0.0, "decode_step": 1.17, "empty": 0.128, "write": 0.3, "join": 1.8}
 """Where coefficients lie that data leave open: block, decode_step, empty and write as multiples of step. Values of
 FlashAttention 2 on the RTX 4090 and RTX PRO 6000, the two devices measured with chunks, prefixes and decodes mixed."""
@@ -171,25 +139,6 @@ def fit_batch_law(predict: Callable[[BatchLaw], Array], measured: Array, query_r
         return away
 
     return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), pull, start))
-
-
-COMBINE_US = 2.0
-"""Where a fit of the second kernel starts: about the smallest kernel there is."""
-
-
-def fit_decode_law(predict: Callable[[DecodeLaw], Array], measured: Array, split_below: float = 0.0) -> DecodeLaw:
-    """The same for decodes alone."""
-    names = [field.name for field in fields(DecodeLaw) if field.name not in ("combine", "split_below")]
-    start = np.log([getattr(DecodeLaw(), name) for name in names])
-    if split_below:
-        names, start = [*names, "combine"], np.append(start, np.log(COMBINE_US))
-
-    def law_of(x: Array) -> DecodeLaw:
-        values = dict(zip(names, np.exp(x), strict=True))
-        values["join"] = max(1.0, values["join"])
-        return DecodeLaw(**{name: float(value) for name, value in values.items()}, split_below=split_below)
-
-    return law_of(_least(lambda x: np.log(predict(law_of(x)) / measured), lambda x: (x - start) * PRIOR_WEIGHT, start))
 
 
 def _least(miss: Callable[[Array], Array], pull: Callable[[Array], Array], start: Array) -> Array:

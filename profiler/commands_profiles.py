@@ -1,4 +1,4 @@
-"""`python -m profiler import | fit | refine`: measurements to profiles, profiles to fitted models, logs to terms."""
+"""`python -m profiler import | fit | compare | refine`: measurements to profiles, fitted models, terms from logs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from policies.output_file import check_place
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
+    from profiler.hardware import Hardware
     from profiler.profile import Profile
 
 
@@ -19,6 +20,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="fit")(fit_command)
     app.command(name="refine")(refine_command)
     app.command(name="report")(report_command)
+    app.command(name="compare")(compare_command)
 
 
 def import_command(
@@ -49,7 +51,6 @@ def fit_command(
     from dataclasses import replace
 
     from profiler.device_fit import fit_device
-    from profiler.hardware import load_hardware
     from profiler.model_file import write_model
     from profiler.profile import read_profile
 
@@ -58,11 +59,7 @@ def fit_command(
     if (table.table["operator"] == "iteration").any():
         _fit_whole_iterations(table, out)
         return
-    device = str(table.table["device"].iloc[0])
-    try:
-        hardware = load_hardware(gpu or gpu_name(device))
-    except ProfileError as error:
-        raise ProfileError(f"{profile}: device {device!r}: {error}; name it with --gpu") from None
+    hardware = _hardware_of(table, profile, gpu)
     fit = fit_device(table, hardware)
     if check:
         from profiler.holdout import held_out, summary, worst_cases
@@ -74,6 +71,36 @@ def fit_command(
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
     for name, error in fit.errors.items():
         print(f"  {name:22} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
+
+
+def compare_command(
+    profile: Annotated[Path, typer.Argument(help="profile (.parquet or .csv) of one device")],
+    gpu: Annotated[str | None, typer.Option(help="name in the hardware table; found from the device name")] = None,
+    only: Annotated[str, typer.Option(help="structures whose name contains this, e.g. mixed")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Hold laws, tables, boosting, Gaussian processes and a forest beside each other on structures left out."""
+    import json
+    from dataclasses import asdict
+
+    from profiler.compare import compare, text
+    from profiler.profile import read_profile
+
+    table = read_profile(profile)
+    found = compare(table, _hardware_of(table, profile, gpu), only)
+    if not found:
+        raise ProfileError(f"{profile}: no structure to leave out is called {only!r}")
+    print(json.dumps([asdict(row) for row in found], indent=2) if as_json else text(found))
+
+
+def _hardware_of(table: Profile, path: Path, gpu: str | None) -> Hardware:
+    from profiler.hardware import load_hardware
+
+    device = str(table.table["device"].iloc[0])
+    try:
+        return load_hardware(gpu or gpu_name(device))
+    except ProfileError as error:
+        raise ProfileError(f"{path}: device {device!r}: {error}; name it with --gpu") from None
 
 
 def _fit_whole_iterations(profile: Profile, out: Path) -> None:

@@ -8,6 +8,7 @@ result says which operators are composed, so that nothing counts as inside the m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ class _Parts:
             self.composed.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
             self.unmeasured.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
         self._region, self._mixed = found.region, "mixed" in found.misses
-        return found
+        return replace(found, decode_law=replace(found.decode_law, warm=1.0)) if self.terms.cold_keys else found
 
     def region(self) -> Region:
         measured = self._region

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from profiler.attention_family import AttentionFamily, fit_families, nearest_family
-from profiler.attention_fit import AttentionFit, fit_attention, transferred
+from profiler.attention_fit import AttentionFit, fit_attention, tabled, transferred
 from profiler.errors import ProfileError
 from profiler.gemm_law import (
     GemmLaw,
@@ -136,7 +136,7 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
         kernel = "fa3" if rows["backend"].str.contains("fa3").any() else "fa2"
         families = fit_families(rows, hardware.sms, kernel)
     else:
-        attention = tuple(fit_attention(group, hardware.sms) for _, group in layouts)
+        attention = tuple(tabled(fit_attention(group, hardware.sms)) for _, group in layouts)
     collectives = tuple(
         Collective(int(tp), RowCurve.from_points("all_reduce", 0, 0, group["bytes"], group["median_s"] * 1e6))
         for tp, group in profile.rows_of("all_reduce").groupby("tensor_parallel", sort=True)

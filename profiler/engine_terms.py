@@ -24,6 +24,8 @@ class EngineTerms:
     uneven_contexts: what a batch's longest context adds beyond its mean; off: all contexts equal.
     typical_contexts: contexts lie anywhere between the multiples of 128 that a kernel steps by; off: all just above
         one, as profiles measure them.
+    cold_keys: decodes read their keys from memory, since the other layers' have been through the cache; off: as in a
+        kernel table that repeats one call and finds those of small batches in the cache.
     sampler: the sampler after the output head.
     kernel_gap_us: idle time between two kernels of a layer (0: the profile's kernels run back to back).
     host_before_us, host_before_sequence_us: planning and input preparation, per step and per sequence (hidden when
@@ -38,6 +40,7 @@ class EngineTerms:
     fused_batches: bool = True
     uneven_contexts: bool = True
     typical_contexts: bool = True
+    cold_keys: bool = True
     sampler: bool = True
     kernel_gap_us: float = 0.0
     host_before_us: float = 65.0

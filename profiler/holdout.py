@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
+AIMS = {"median": 0.02, "p95": 0.08}
+"""Errors aimed at on structures left out."""
 USED_WIDTHS = (1024, 16384)
 USED_ROWS = 8192
 """GEMMs of language models' layers; errors count these only."""
@@ -139,7 +141,7 @@ def _gemms(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame]:
     return found
 
 
-def _curves(table: pd.DataFrame) -> tuple[RowCurve, ...]:
+def curves_of(table: pd.DataFrame) -> tuple[RowCurve, ...]:
     return tuple(
         RowCurve.from_points("gemm", int(n), int(k), rows["rows"], rows["median_s"] * 1e6)
         for (n, k), rows in table.groupby(["n", "k"])
@@ -152,12 +154,12 @@ def _left_out_rows(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
     parts = []
     for fold, chosen in enumerate(folds(table["rows"].to_numpy(float), most=USED_ROWS)):
         out = table["rows"].isin(chosen)
-        curves = _curves(table[~out])
+        curves = curves_of(table[~out])
         law = fit_gemm_law(curves, hardware)
         if law is None:
             continue
         by_shape = {(curve.n, curve.k): curve for curve in without_noise(curves, law)}
-        for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
+        for (n, k), rows in table[out & used_gemms(table)].groupby(["n", "k"]):
             parts.append(_scored(rows, curve_us(law, by_shape[int(n), int(k)], rows["rows"]), fold))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
@@ -168,19 +170,19 @@ def _left_out_shapes(table: pd.DataFrame, hardware: Hardware, axis: str) -> pd.D
     parts = []
     for fold, chosen in enumerate(folds(table[axis].to_numpy(float), *USED_WIDTHS)):
         out = table[axis].isin(chosen)
-        curves = _curves(table[~out])
+        curves = curves_of(table[~out])
         law = fit_gemm_law(curves, hardware)
         if law is None:
             continue
         calm = without_noise(curves, law)
         grid = gemm_grid(law, calm)
-        for (n, k), rows in table[out & _used(table)].groupby(["n", "k"]):
+        for (n, k), rows in table[out & used_gemms(table)].groupby(["n", "k"]):
             composed = composed_curve(law, calm, grid, "gemm", int(n), int(k))
             parts.append(_scored(rows, curve_us(law, composed, rows["rows"]), fold))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
-def _used(table: pd.DataFrame) -> pd.Series:
+def used_gemms(table: pd.DataFrame) -> pd.Series:
     many = len(table[["n", "k"]].drop_duplicates()) > 100
     if not many:
         return table["rows"] <= USED_ROWS
@@ -202,8 +204,8 @@ def _scored(rows: pd.DataFrame, predicted: Array, fold: int) -> pd.DataFrame:
 
 # --- attention -------------------------------------------------------------------------------------------------------
 
-_NAMES = {"tokens": "chunk sizes", "prefix": "prefixes", "decodes": "batch sizes", "context": "contexts"}
-_KINDS: dict[str, tuple[Callable[[pd.DataFrame], pd.Series], tuple[str, ...]]] = {
+NAMES = {"tokens": "chunk sizes", "prefix": "prefixes", "decodes": "batch sizes", "context": "contexts"}
+KINDS: dict[str, tuple[Callable[[pd.DataFrame], pd.Series], tuple[str, ...]]] = {
     "decode": (lambda b: b["tokens"] == 0, ("decodes", "context")),
     "prefill": (lambda b: (b["tokens"] > 0) & (b["decodes"] == 0), ("tokens", "prefix")),
     "mixed": (lambda b: (b["tokens"] > 0) & (b["decodes"] > 0), ("tokens", "prefix", "decodes", "context")),
@@ -218,13 +220,14 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
     even = ((batches["longest"] <= np.ceil(batches["context"])) & ~batches["twin"]).to_numpy()
     table, batches = table[even].reset_index(drop=True), batches[even].reset_index(drop=True)
     found = {}
-    for kind, (which, axes) in _KINDS.items():
+    for kind, (which, axes) in KINDS.items():
         mine = which(batches).to_numpy()
         for axis in axes:
             parts = []
             for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
                 out = mine & batches[axis].isin(chosen).to_numpy()
-                fit = fit_attention(table[~out], hardware.sms)
+                others = mine if kind == "decode" else np.full(len(mine), True)
+                fit = fit_attention(table[others & ~out], hardware.sms)
                 b = batches[out]
                 if kind == "decode":
                     predicted = fit.decode_us(b["decodes"], b["context"])
@@ -234,7 +237,7 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
                     predicted = fit.batch_us(b["tokens"], b["prefix"], b["decodes"], b["context"])
                 parts.append(_scored(table[out], predicted, fold))
             if parts:
-                found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+                found[f"{kind} {NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
 
 
@@ -264,7 +267,7 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
                     else:
                         parts.append(_scored(rows, fit.prefill_us(b["tokens"], b["prefix"]), fold))
             if parts:
-                found[f"{kind} {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+                found[f"{kind} {NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
 
 
@@ -307,7 +310,7 @@ def _iterations(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]
             scored["operator"], scored["median_s"] = "iteration", whole.predict_ns(shapes) * 1e-9
             parts.append(_scored(scored, part.predict_ns(shapes) * 1e-3, fold))
         if parts:
-            found[f"iteration {_NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+            found[f"iteration {NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
 
 

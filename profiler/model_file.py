@@ -26,7 +26,8 @@ from policies.output_file import whole_file
 from policies.settings import listed
 from profiler.attention_family import AttentionFamily
 from profiler.attention_fit import AttentionFit
-from profiler.attention_law import BatchLaw, DecodeLaw
+from profiler.attention_law import BatchLaw
+from profiler.decode_law import DecodeLaw
 from profiler.device_fit import Collective, DeviceFit
 from profiler.errors import ProfileError
 from profiler.gemm_law import TILES, GemmLaw
@@ -37,7 +38,7 @@ from profiler.row_curves import RowCurve
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer fitted model"
-VERSION = 2
+VERSION = 3
 MOST_SLOTS = 1 << 16
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
@@ -200,8 +201,8 @@ class _Entry:
             self.fail(key, value, f"a number from {low:g} to {high:g}")
         return float(value)  # type: ignore[arg-type]
 
-    def count(self, key: str, least: int = 0) -> int:
-        value = self.number(key, least, 1 << 40)
+    def count(self, key: str, least: int = 0, most: int = 1 << 40) -> int:
+        value = self.number(key, least, most)
         if value != int(value):
             self.fail(key, value, "a whole number")
         return int(value)
@@ -329,8 +330,8 @@ def _family(entry: _Entry, arrays: Array) -> AttentionFamily:
         group=entry.count("group", least=1),
         sms=entry.count("sms", least=1),
         kernel=entry.text("kernel"),
-        batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
-        decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
+        batch_law=_batch_law(entry),
+        decode_law=_decode_law(entry),
         prefill_law=_prefill_law(entry),
         misses=misses,
         region={key: region.count(key) for key in ("streams", "context", "tokens", "query_heads")},
@@ -344,8 +345,8 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
         kv_heads=entry.count("kv_heads", least=1),
         head_dim=entry.count("head_dim", least=1),
         sms=entry.count("sms", least=1),
-        batch_law=BatchLaw(**_law(entry, "batch_law", BatchLaw())),
-        decode_law=DecodeLaw(**_law(entry, "decode_law", DecodeLaw())),
+        batch_law=_batch_law(entry),
+        decode_law=_decode_law(entry),
         prefill_law=_prefill_law(entry),
         misses=_misses(entry, arrays),
         uneven_decode=_slopes(entry),
@@ -356,12 +357,20 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
     )
 
 
-def _law(entry: _Entry, key: str, law: BatchLaw | DecodeLaw) -> dict[str, Any]:
-    values = _Entry(entry.path, f"{entry.where}.{key}", entry.values.get(key))
-    found = {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in law.as_dict()}
-    if isinstance(law, BatchLaw):
-        found["query_rows"] = values.count("query_rows", least=1)
-    return found
+def _batch_law(entry: _Entry) -> BatchLaw:
+    values = _Entry(entry.path, f"{entry.where}.batch_law", entry.values.get("batch_law"))
+    return BatchLaw(**_coefficients(values, BatchLaw().as_dict()) | {"query_rows": values.count("query_rows", 1)})
+
+
+def _decode_law(entry: _Entry) -> DecodeLaw:
+    values = _Entry(entry.path, f"{entry.where}.decode_law", entry.values.get("decode_law"))
+    counts = {name: values.count(name, least, MOST_SLOTS) for name, least in (("slots", 1), ("splits", 0))}
+    return DecodeLaw(**_coefficients(values, DecodeLaw().as_dict()), **counts, even=values.values.get("even") is True)
+
+
+def _coefficients(values: _Entry, names: Mapping[str, Any]) -> dict[str, Any]:
+    floats = [name for name, value in names.items() if isinstance(value, float)]
+    return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in floats}
 
 
 def _prefill_law(entry: _Entry) -> PrefillLaw | None:
@@ -369,10 +378,7 @@ def _prefill_law(entry: _Entry) -> PrefillLaw | None:
         return None
     law = _Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
     prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
-    counts = [law.count(name, least=1) for name in ("slots", "rows", "stride")]
-    for name, count in zip(("slots", "rows", "stride"), counts, strict=True):
-        if count > MOST_SLOTS:
-            law.fail(name, count, f"at most {MOST_SLOTS}")
+    counts = [law.count(name, 1, MOST_SLOTS) for name in ("slots", "rows", "stride")]
     return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts)
 
 

@@ -10,14 +10,12 @@ import numpy as np
 
 from policies.output_file import whole_file
 from profiler.errors import ProfileError
+from profiler.holdout import AIMS
 from profiler.intervals import half_widths
 
 if TYPE_CHECKING:
     from profiler.device_fit import DeviceFit
     from profiler.iteration_model import IterationFit
-
-AIMS = {"median": 0.02, "p95": 0.08}
-"""Errors aimed at on structures left out."""
 
 
 def report(fit: DeviceFit) -> dict[str, Any]:

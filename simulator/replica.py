@@ -156,7 +156,7 @@ class Replica(PlainReplica):
             self._complete_at(end_ns)
             return False
         flights = self._flights
-        flight = flights[0]
+        oldest = flights[0][0]  # its batch: compiled code makes tuples anew, so only that can be recognised
         place = ahead.reserve(end_ns, COMPLETION)
         try:
             if ahead.passed(place, flights):
@@ -164,7 +164,7 @@ class Replica(PlainReplica):
         except BaseException:
             self._await(ahead, place)
             raise
-        if flights and flights[0] is flight:
+        if flights and flights[0][0] is oldest:
             self._await(ahead, place)
         return False
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from experiments.document import Heading, Table, Text, as_html, as_markdown
 from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
-from experiments.measured_times import Fed
+from experiments.measured_times import Fed, _at_live_moments
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
 from experiments.validate_explore import write_explorable
 from experiments.validate_report import write_report
 from experiments.validate_settings import Settings
+from policies import Policy
 from workloads import Trace, write_trace
 
 POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")
@@ -131,6 +133,22 @@ def test_a_scheduler_that_plans_otherwise_is_told_by_its_first_batch() -> None:
     assert found.divergence["iteration"] == 0
     assert found.divergence["live"]["chunks"] == [(0, 64, 0, False)]
     assert found.divergence["simulated"]["chunks"] == [(0, 32, 0, False)]
+
+
+def test_a_policy_fed_live_durations_is_told_the_live_moment() -> None:
+    @dataclass(frozen=True)
+    class Clockwork(Policy):
+        tick: int = 3
+
+        def plan(self, queues: Any, draft: Any, kv: Any, host: Any, now_ns: int) -> None:
+            draft.append((self.tick, now_ns))
+
+    told: list[tuple[int, int]] = []
+    moved = _at_live_moments(Clockwork(tick=5), {100: 107})
+    for now_ns in (100, 200):
+        moved.plan(None, told, None, None, now_ns)  # type: ignore[arg-type]
+    assert told == [(5, 107), (5, 200)]
+    assert isinstance(moved, Clockwork)
 
 
 def row(policy: str, simulated: float, live: tuple[float, float, float], aim: float | None = 0.03) -> Comparison:

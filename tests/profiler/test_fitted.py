@@ -331,3 +331,17 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(ProfileError, match="found dtype float8, expected bfloat16"):
         compose(shipped(), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"), dtype="fp8")
+
+
+def test_keys_of_small_batches_are_cold_in_an_engine() -> None:
+    """A kernel table repeats one call and finds 34 MB of keys in the H100's cache of 50; layers of an engine do not."""
+    batch = BatchShape((), 8, 8 * 1000, 1000, 0, 8)
+    spec, hardware = load_model_spec("llama-3.1-8b"), load_hardware("h100")
+    cold, warm = (
+        compose(shipped("h100"), spec, hardware, terms=EngineTerms(cold_keys=on)).breakdown(batch)["attention"]
+        for on in (True, False)
+    )
+    assert 1.05 < cold / warm < 2.0
+    rtx = [compose(shipped("rtx4090"), spec, load_hardware("rtx4090"), terms=EngineTerms(cold_keys=on))
+           for on in (False, True)]  # fmt: skip
+    assert rtx[0].stage_ns(batch) == rtx[1].stage_ns(batch)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.attention_cells import Axis, evaluated, polynomials
-from profiler.attention_fit import fit_attention
-from profiler.attention_law import DecodeLaw, decode_us
+from profiler.attention_fit import fit_attention, tabled
+from profiler.decode_law import DecodeLaw, split_by
 from profiler.hardware import load_hardware
 from profiler.importers import import_profile
+from profiler.mixed_law import MixedLaw, dealt
 from profiler.prefill_law import PrefillLaw, dealt_steps, fit_prefill_law
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
@@ -42,10 +43,61 @@ def test_the_law_finds_itself() -> None:
 
 
 def test_split_contexts_pay_for_a_second_kernel() -> None:
-    law = DecodeLaw(combine=3.0, split_below=26)
-    plain = DecodeLaw()
-    extra = [float(decode_us(law, n, c) - decode_us(plain, n, c)) for n, c in ((8, 512), (8, 64), (32, 512))]
-    assert extra == pytest.approx([3.0, 0.0, 0.0])
+    law = DecodeLaw(combine=3.0, wave=0.0, step=0.0, stream=0.0, streams=8, slots=128, splits=128)
+    # 26 x 8 streams are beyond 0.8 of two blocks on each of 128 processors; 64 tokens fill one step only.
+    assert law.us([8, 8, 26], [512, 64, 512]).tolist() == pytest.approx([13.0, 10.0, 10.0], abs=1e-6)
+
+
+def test_streams_are_split_as_flash_attention_does() -> None:
+    # 64 streams of 9 steps on 2 x 128 slots: 1, 2, 3, 5 and 9 parts shorten them and fill 0.25, 0.5, 0.75, 0.63 and 0.75
+    # of their waves; 3 is the first within 0.85 of the best. From 205 streams (0.8 of the slots) on none is split.
+    assert split_by([64, 128, 205, 8], [9, 3, 9, 1], 128).tolist() == [3, 2, 1, 1]
+
+
+def test_decodes_run_in_waves_until_memory_is_too_slow() -> None:
+    law = DecodeLaw(launch=8.0, wave=1.0, step=2.0, stream=0.0, streams=8, slots=128)
+    # 16 decodes are one wave, 17 are two; 127 tokens and the new one are one step.
+    assert law.us([16, 17, 32], [127, 127, 127]).tolist() == pytest.approx([11.0, 14.0, 14.0])
+    warm = DecodeLaw(launch=8.0, wave=0.0, step=0.0, stream=0.1, warm=0.5, cache=100.0, streams=8, even=True)
+    # 8 decodes of 1,000 are 64 thousand tokens of a stream: in a cache of 100; of 3,000: beyond it.
+    assert warm.us([8, 8], [1000, 3000]).tolist() == pytest.approx([8 + 3.2, 8 + 19.2])
+
+
+MIXED = MixedLaw(launch=4.0, step=4.0, block=0.0, decode_block=0.0, empty=0.0, write=0.0, read=0.5, cache=165.0,
+                 apart=0.0, beside=0.0, slots=128, rows=64, stride=128, sharing=4)  # fmt: skip
+
+
+def test_decodes_beside_a_chunk_are_dealt_between_its_blocks() -> None:
+    # 64 tokens on 960 are 8 steps, three decodes of 1,000 the same: 4 blocks a head, 32 heads, one wave of 128.
+    assert dealt(32, np.array([[64.0, 960.0, 3.0, 1000.0]]), MIXED).tolist() == [8.0]
+    # One decode more makes 160 blocks: a second wave.
+    assert dealt(32, np.array([[64.0, 960.0, 4.0, 1000.0]]), MIXED).tolist() == [16.0]
+    # Many heads are dealt from the last waves on and the rest spread evenly; all blocks alike show no difference.
+    assert dealt(32, np.array([[64.0, 960.0, 127.0, 1000.0]]), MIXED)[0] == pytest.approx(32 * 8)
+
+
+def test_a_cache_that_overflows_makes_every_head_wait_for_memory() -> None:
+    # 128 decodes fill all processors, so the four heads of a KV head run one after another: 32 x 9 steps of 4 us.
+    fits, overflows = MIXED.us(32, 16, 0, 128, [1024, 4096])
+    steps = dealt(32, np.array([[16.0, 0.0, 128.0, 1024.0], [16.0, 0.0, 128.0, 4096.0]]), MIXED)
+    # 131 thousand tokens fit, so one head of four waits for its 65 us of reading; 524 thousand do not: all four wait.
+    assert fits == pytest.approx(4 + 4 * steps[0] + 8 * (0.5 * 131.072 - 4 * steps[0] / 32))
+    assert overflows == pytest.approx(4 + 4 * steps[1] + 32 * (0.5 * 524.288 - 4 * steps[1] / 32))
+
+
+@needs_data
+def test_the_cache_of_a_card_shows_in_its_mixed_batches() -> None:
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    rows = profile.rows_of("attention")
+    short = rows["chunks"].isin([f"{tokens}:{prefix}" for tokens in (16, 256) for prefix in (0, 4096)])
+    fit = fit_attention(rows[(rows["decodes"] == 0) | short & rows["decodes"].isin((8, 64, 128))], 128)
+    assert fit.mixed_law is not None
+    # 72 MB and 1,008 GB/s on the datasheet; 512 bytes a token of one KV head.
+    assert 60e6 < fit.mixed_law.cache * 512e3 < 100e6
+    assert 0.85 < 512e3 / (fit.mixed_law.read * 1e-6) / 1008e9 < 1.0
+    # A batch size between the measured ones, by the law itself and from the tables that ship.
+    between = ([16, 256], [0, 4096], 36, 1024)
+    assert tabled(fit).batch_us(*between) == pytest.approx(fit.batch_us(*between), rel=0.05)
 
 
 @needs_data
