@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 from policies.command_line import run_command
 
+if TYPE_CHECKING:
+    import typer
 
-def main() -> None:
-    """Run the command line; bad input is one line on stderr and exit code 2."""
+
+@cache
+def build() -> typer.Typer:
     from executor import commands_compression, commands_profile
     from executor.commands import app
 
     commands_profile.register(app)
     commands_compression.register(app)
-    run_command(app, "executor")
+    return app
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    run_command(build, "executor")
 
 
 if __name__ == "__main__":

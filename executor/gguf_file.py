@@ -91,7 +91,7 @@ class GgufFile:
         except (struct.error, KeyError, IndexError, TypeError, ValueError, ArithmeticError) as error:
             if isinstance(error, ExecutorError):
                 raise
-            raise ExecutorError(f"{path}: not a whole GGUF file (byte {self._at}: {error!r})") from None
+            raise ExecutorError(f"{path}: not a whole GGUF file (byte {self._at}: {repr(error)[:200]})") from None
 
     def _take(self, form: str) -> Any:
         value = struct.unpack_from("<" + form, self._map, self._at)
@@ -150,11 +150,11 @@ class GgufFile:
         try:
             return self._spec()
         except (KeyError, IndexError, TypeError, ArithmeticError, OverflowError) as error:
-            raise ExecutorError(f"{self.path}: its facts do not describe a model ({error!r})") from None
+            raise ExecutorError(f"{self.path}: its facts do not describe a model ({repr(error)[:200]})") from None
         except ValueError as error:
             if isinstance(error, ExecutorError | ProfileError):
                 raise
-            raise ExecutorError(f"{self.path}: its facts do not describe a model ({error!r})") from None
+            raise ExecutorError(f"{self.path}: its facts do not describe a model ({repr(error)[:200]})") from None
 
     def _spec(self) -> ModelSpec:
         family = str(self._fact("general.architecture"))

@@ -18,6 +18,7 @@ from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.profile_rows import FAR_OFF, TAKEN_AWAY, iteration_rows, operator_rows, shape_of
 from policies import BatchShape
+from policies.input_file import LOG_BYTES, parse_json, read_text
 from policies.output_file import write_text
 from profiler.plan import MeasurementPlan, Point, unsure_points
 from profiler.profile import Profile, make_profile, write_profile
@@ -178,21 +179,31 @@ class _Log:
             write_text(path, json.dumps(head) + "\n", ExecutorError)
 
     def _read(self, head: Mapping[str, Any]) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        try:
-            entries = [json.loads(line) for line in lines]
-        except ValueError:
-            entries = [json.loads(line) for line in lines[:-1]]  # the last line was cut off in the middle
-            write_text(self.path, "".join(line + "\n" for line in lines[:-1]), ExecutorError)
+        text = read_text(self.path, ExecutorError, LOG_BYTES)
+        whole, _, cut = text.rpartition("\n")
+        if cut:  # the last line was cut off in the middle
+            write_text(self.path, whole + "\n" if whole else "", ExecutorError)
+        entries = [
+            parse_json(line, f"{self.path}, line {number}", ExecutorError)
+            for number, line in enumerate(whole.split("\n"), 1)
+            if line
+        ]
         if not entries or entries[0] != head:
             raise ExecutorError(f"{self.path}: belongs to another plan or model; remove it or choose another --out")
-        for entry in entries[1:]:
-            if "points" in entry:
-                self._points[entry["round"]] = [_point(row) for row in entry["points"]]
-                continue
-            self.rows.append(entry)
-            self.done.add(tuple(entry["key"]))
-            self.spent_s = max(self.spent_s, entry["at_s"])
+        for number, entry in enumerate(entries[1:], 2):
+            try:
+                self._take(entry)
+            except (KeyError, TypeError, ValueError):
+                raise ExecutorError(f"{self.path}, line {number}: found no measurement; remove the file") from None
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "points" in entry:
+            self._points[entry["round"]] = [_point(row) for row in entry["points"]]
+            return
+        key, spent_s = tuple(int(part) for part in entry["key"]), float(entry["at_s"])
+        self.rows.append(entry)
+        self.done.add(key)
+        self.spent_s = max(self.spent_s, spent_s)
 
     def points_of(self, round_number: int) -> list[Point]:
         return self._points.get(round_number, [])

@@ -58,9 +58,13 @@ def _from_folder(folder: Path) -> Tokenizer:
     settings = _json(folder / "tokenizer_config.json")
     stop = _json(folder / "generation_config.json").get("eos_token_id")
     stop = _json(folder / "config.json").get("eos_token_id") if stop is None else stop
-    stop_ids = [] if stop is None else [int(i) for i in (stop if isinstance(stop, list) else [stop])]
+    stop_ids = [] if stop is None else list(stop) if isinstance(stop, list) else [stop]
+    if not all(type(i) is int and 0 <= i < 1 << 31 for i in stop_ids):
+        raise ExecutorError(f"{folder}: eos_token_id: found {str(stop)[:60]}, expected token ids")
     bos = settings.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
+    if bos is not None and not isinstance(bos, str):
+        raise ExecutorError(f"{folder}: bos_token: found {str(bos)[:60]}, expected a text")
     bos_id = inner.token_to_id(bos) if bos and settings.get("add_bos_token") else None
     return Tokenizer(inner, stop_ids, bos_id, str(settings.get("chat_template", "")))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-
-import typer
+from typing import TYPE_CHECKING
 
 from policies.command_line import run_command
+
+if TYPE_CHECKING:
+    import typer
 
 COMMAND_MODULES = (
     "experiments.parity_command",  # parity
@@ -24,6 +26,8 @@ COMMAND_MODULES = (
 
 
 def build() -> typer.Typer:
+    import typer
+
     app = typer.Typer(
         name="experiments",
         help="Parity, fidelity, validation, figures: whatever holds two worlds side by side.",
@@ -44,7 +48,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    run_command(build(), "experiments")
+    run_command(build, "experiments")
 
 
 if __name__ == "__main__":

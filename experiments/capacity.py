@@ -32,6 +32,9 @@ QUEUE_DELAY_S = 2.0
 MOST_LOST = 0.01
 """Share of measured requests that may fail or be given up by their clients."""
 
+LONGEST_S = 86_400.0
+"""Longest bound: a search has to simulate many times as long."""
+
 SPAN_OVER_BOUND = 30
 """Length of a run over the bound on waiting in it: overload of 1 / 30 and more is always seen."""
 
@@ -61,8 +64,13 @@ class Objective:
             raise ExperimentError(f"--attainment: found {attainment:g}, expected a share above 0 and at most 1")
         if queue_delay_s is None and not any(bound.metric in ("ttft", "e2e") for bound in bounds):
             queue_delay_s = QUEUE_DELAY_S
-        if queue_delay_s is not None and not queue_delay_s > 0:
-            raise ExperimentError(f"--queue-delay: found {queue_delay_s:g}, expected seconds above 0")
+        if queue_delay_s is not None and not 0 < queue_delay_s <= LONGEST_S:
+            raise ExperimentError(
+                f"--queue-delay: found {queue_delay_s:g}, expected seconds above 0, at most {LONGEST_S:g}"
+            )
+        for bound in bounds:
+            if bound.bound_s > LONGEST_S:
+                raise ExperimentError(f"--slo: found {bound.bound_s:g} s in {slo!r}, expected at most {LONGEST_S:g} s")
         return cls(slo, attainment, queue_delay_s)
 
     def span_s(self) -> float:

@@ -349,6 +349,6 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
             raise ExperimentError(f"--set: found {pair!r}, expected name=value")
         try:
             found[name.strip().replace("-", "_")] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[name.strip().replace("-", "_")] = value
     return found

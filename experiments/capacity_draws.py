@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from workloads import Trace
 
 LEAST_REQUESTS = 100
+MOST_DRAWS = 10_000
+MOST_REQUESTS = 10_000_000
 _ROW_STREAM = 11
 OWN = "own"
 
@@ -35,8 +37,12 @@ def draw_plan(
     """
     if requests < LEAST_REQUESTS:
         raise ExperimentError(f"--requests: found {requests}, expected at least {LEAST_REQUESTS} a draw")
-    if draws < 2:
-        raise ExperimentError(f"--draws: found {draws}, expected at least 2, or nothing can be said of chance")
+    if not 2 <= draws <= MOST_DRAWS:
+        raise ExperimentError(
+            f"--draws: found {draws}, expected 2 (or nothing can be said of chance) to {MOST_DRAWS:,}"
+        )
+    if requests > MOST_REQUESTS:
+        raise ExperimentError(f"--requests: found {requests:,}, expected at most {MOST_REQUESTS:,}")
     if "file" not in workload:
         process = _process(arrivals or "poisson")
         return {

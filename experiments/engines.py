@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import queue
+import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -162,11 +164,17 @@ def named_files(value: Any) -> list[str]:
 def placed(name: str, content: bytes) -> str:
     """A file of this name and content in the temporary folder, made once and shared by all who need the same."""
     digest = hashlib.sha256(content).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}" / digest
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / name
+    ours = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}"
+    ours.mkdir(mode=0o700, exist_ok=True)
+    status = ours.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        # Policies are among these files: nobody else may put one there.
+        raise ExperimentError(f"{ours}: found a folder that others can write to or own; remove it, or set TMPDIR")
+    folder = ours / digest
+    folder.mkdir(exist_ok=True)
+    target = folder / re.sub(r"[/\0]", "_", name)[-200:]  # a model's own name may hold a slash
     if not target.exists():
-        scratch = folder / f".{name}.{os.getpid()}"
+        scratch = folder / f".{os.getpid()}.part"
         scratch.write_bytes(content)
         os.replace(scratch, target)
     return str(target)

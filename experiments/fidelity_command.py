@@ -61,7 +61,7 @@ def _terms(texts: list[str]) -> dict[str, Any]:
         key, mark, value = text.partition("=")
         try:
             terms[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             mark = ""
         if not mark:
             raise ExperimentError(f"--term: found {text!r}, expected name=value, e.g. uneven_contexts=false")

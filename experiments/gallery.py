@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -167,8 +166,5 @@ def _picture(folder: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExperimentError(f"{file}: cannot be read: {error}") from None
+    content = read_json(file)
     return content if isinstance(content, dict) and "experiment" in content else None

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from experiments.errors import ExperimentError
 from metrics.statistics import statistics
 from policies.input_file import LOG_BYTES, parse_json, read_text
+from policies.settings import check_value
 from workloads import Trace
 
 Array = NDArray[np.float64]
@@ -66,9 +67,22 @@ def _benchmark(path: Path, content: Mapping[str, Any]) -> OtherRun:
     count = len(content["input_lens"])
     if not count or any(len(content[key]) != count for key in needed):
         raise ExperimentError(f"{path}: found lists of unequal length, expected one entry a request in each")
-    errors = content.get("errors") or [""] * count
-    if content.get("start_times"):
-        starts = np.array(content["start_times"], float)
+    errors, began = content.get("errors") or [""] * count, content.get("start_times")
+    if not isinstance(errors, list) or len(errors) != count:
+        raise ExperimentError(f"{path}: errors: expected a list of {count} texts")
+    for key in ("input_lens", "output_lens"):
+        for value in content[key]:
+            check_value(f"{path}: {key}", value, (int,), ExperimentError)
+    spans = [("ttfts", content["ttfts"]), ("start_times", began or []), *(("itls", row) for row in content["itls"])]
+    for key, values in spans:
+        if not isinstance(values, list):
+            raise ExperimentError(f"{path}: {key}: found {str(values)[:40]!r}, expected a list of seconds")
+        for value in values:
+            check_value(f"{path}: {key}", value, (float,), ExperimentError)
+    if began:
+        starts = np.array(began, float)
+        if len(starts) != count:
+            raise ExperimentError(f"{path}: start_times: found {len(starts)}, expected {count}")
     elif content.get("request_rate") in ("inf", float("inf"), None):
         starts = np.zeros(count)
     else:
@@ -95,6 +109,9 @@ def _request_log(path: Path, text: str) -> OtherRun:
         missing = [key for key in needed if key not in entry] if isinstance(entry, dict) else list(needed)
         if missing:
             raise ExperimentError(f"{path}, line {number}: found no {missing[0]}, expected {', '.join(needed)}")
+        for key in needed:
+            wanted = (int,) if key.endswith("_toks") else (float,)
+            check_value(f"{path}, line {number}: {key}", entry[key], wanted, ExperimentError)
         output, queued = int(entry["output_toks"]), float(entry["queued_ts"])
         first, last = float(entry["first_token_ts"]) - queued, float(entry["last_token_ts"]) - queued
         tpot = (last - first) / (output - 1) if output > 1 else float("nan")

@@ -14,6 +14,7 @@ from typing import Any
 
 from experiments.errors import ExperimentError
 from policies.input_file import read_toml
+from policies.settings import check_value
 
 BAND = 0.30
 PER = "GPU-hour"
@@ -34,10 +35,12 @@ class Price:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.amount, bool) or not isinstance(self.amount, int | float) or not 0 < self.amount < math.inf:
+        if isinstance(self.amount, bool) or not isinstance(self.amount, int | float) or not 1e-9 <= self.amount <= 1e12:
             raise ExperimentError(f"price: amount: found {self.amount!r}, expected a number above 0")
         if not isinstance(self.currency, str) or not self.currency.strip():
             raise ExperimentError(f"price: currency: found {self.currency!r}, expected one such as EUR")
+        for field in fields(self)[1:]:
+            check_value(f"price: {field.name}", getattr(self, field.name), (str,), ExperimentError)
         if self.per != PER:
             raise ExperimentError(f"price: per: found {self.per!r}, expected {PER}")
 

@@ -24,6 +24,7 @@ from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
 from experiments.validate_settings import Settings, slice_of
+from policies.input_file import parse_json, read_text
 from policies.output_file import write_text
 
 if TYPE_CHECKING:
@@ -330,8 +331,11 @@ class Validation:
         file = self.out / "probes.jsonl"
         if not file.exists():
             return []
-        whole, _, _ = file.read_text(encoding="utf-8").rpartition("\n")  # a last line may be cut off in the middle
-        return [Probe(**json.loads(line)) for line in whole.splitlines()]
+        whole, _, _ = read_text(file, ExperimentError).rpartition("\n")  # a last line may be cut off in the middle
+        try:
+            return [Probe(**parse_json(line, str(file), ExperimentError)) for line in whole.splitlines()]
+        except TypeError:
+            raise ExperimentError(f"{file}: found other keys than a probe's; remove the file") from None
 
     def _progress(self) -> Any:
         said = time.monotonic()

@@ -97,7 +97,7 @@ class VllmRun:
 
     @property
     def version(self) -> tuple[int, int]:
-        found = re.match(r"(\d+)\.(\d+)", str(self.meta.get("vllm_version", "")))
+        found = re.match(r"(\d{1,9})\.(\d{1,9})", str(self.meta.get("vllm_version", "")))
         return (int(found[1]), int(found[2])) if found else (0, 19)
 
     @property

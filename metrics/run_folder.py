@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_config import check_config
 from policies.compiling import how_built
 from policies.input_file import read_json
-from policies.output_file import check_place
+from policies.output_file import check_place, clear_leftovers, scratch_prefix
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -38,7 +39,7 @@ def write_run(
     check_run_place(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target.name), suffix=".part", dir=target.parent))
     except OSError as error:
         raise MetricsError(f"{target}: cannot write a run folder there: {error.strerror}") from error
     try:
@@ -73,6 +74,7 @@ def read_run(path: str | Path) -> RunTables:
         raise MetricsError(
             f"{folder / 'config.json'}: found layout {config[RUN_MARKER]!r}, expected {RUN_VERSION}; run it again"
         )
+    check_config(config, folder / "config.json")
     tables = {name: folder / f"{name}.parquet" for name in TABLES}
     for name, file in tables.items():
         _check_table(file, name)
@@ -131,6 +133,7 @@ def check_run_place(path: str | Path) -> None:
     """Raises MetricsError where a run could not be written, so that it shows before the run and not after it."""
     target = Path(path)
     check_place(target, MetricsError)
+    clear_leftovers(target.parent)
     if not target.exists() and not target.is_symlink():
         return
     if not target.is_dir():
@@ -143,7 +146,7 @@ def _rename_into_place(scratch: Path, target: Path) -> None:
     if not target.exists():
         scratch.rename(target)
         return
-    retired = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    retired = Path(tempfile.mkdtemp(prefix=scratch_prefix(target.name), suffix=".old", dir=target.parent))
     target.rename(retired / target.name)
     try:
         scratch.rename(target)

@@ -57,8 +57,8 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
             bound_s = float(match[4])
         except ValueError:
             bound_s = math.nan
-        if not 0 < bound_s < math.inf:
-            raise MetricsError(f"SLO: {part.strip()!r}: found bound {match[4]!r}, expected seconds above 0")
+        if not 0 < bound_s < 1e9:
+            raise MetricsError(f"SLO: {part.strip()!r}: found bound {match[4]!r}, expected seconds above 0, below 1e9")
         percentile = float(match[3]) if match[3] else (100.0 if match[2] == "max" else None)
         if percentile is not None and percentile > 100:
             raise MetricsError(f"SLO: {part.strip()!r}: found percentile {match[3]}, expected at most 100")
@@ -95,7 +95,7 @@ def check_statistics(warmup: str | None, slo: str | None) -> None:
 
 def parse_warmup(warmup: int | str) -> tuple[float, bool]:
     """(amount, whether it is seconds) of a number of requests such as 100, or of seconds such as "30s"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s?)\s*", str(warmup))
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*(s?)\s*", str(warmup), re.ASCII)
     if not match or (not match[2] and "." in match[1]):
         raise MetricsError(f"warm-up: found {str(warmup)[:40]!r}, expected a number of requests (100) or seconds (30s)")
     return float(match[1]), bool(match[2])

@@ -38,16 +38,17 @@ class Window(NamedTuple):
 
 
 EVERYTHING = Window(0, np.iinfo(np.int64).max)
+LATEST_S = 9e9
+"""No run lasts as long: 2^63 ns."""
 
 
 def parse_window(text: str) -> Window:
     """Read `from:to` in seconds; either side may be left out."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*:\s*(\d+(?:\.\d+)?)?\s*", text)
-    start = round(float(match[1] or 0) * 1e9) if match else 0
-    end = round(float(match[2]) * 1e9) if match and match[2] else EVERYTHING.end
-    if not match or end <= start:
+    start_s, end_s = (float(match[1] or 0), float(match[2] or LATEST_S)) if match else (0.0, 0.0)
+    if not start_s < min(end_s, LATEST_S):
         raise MetricsError(f"timeline window: found {text!r}, expected from:to in seconds, such as 10:20")
-    return Window(start, end)
+    return Window(round(start_s * 1e9), EVERYTHING.end if end_s >= LATEST_S else round(end_s * 1e9))
 
 
 def write_timeline(

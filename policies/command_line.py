@@ -21,8 +21,8 @@ PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator
 BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 
 
-def run_command(app: Callable[..., Any], package: str) -> NoReturn:
-    """Run a command line and exit.
+def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
+    """Run a command line and exit. build: makes it; called here, so that Ctrl-C during its imports is caught too.
 
     Exit codes: 0 done; 2 a wrong input, a disk that refuses, or no memory, each with one line; 130 after Ctrl-C, 143
     after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output any more.
@@ -34,7 +34,7 @@ def run_command(app: Callable[..., Any], package: str) -> NoReturn:
     code = 0
     try:
         with _terminated_like_interrupted():
-            app(prog_name=f"python -m {package}")
+            build()(prog_name=f"python -m {package}")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if _caused_by(leaving, KeyboardInterrupt):

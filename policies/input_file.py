@@ -6,8 +6,10 @@ without a line end. Every reader of the project asks here first, and gets its ow
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -20,6 +22,9 @@ LOG_BYTES = 1 << 30
 """Most bytes of a table or log."""
 
 DEEPEST_JSON = 100
+
+LARGEST_NUMBER = 10**300
+_LONG_NUMBER = re.compile(r"\d{300}")
 
 
 def checked_file(path: str | os.PathLike[str], error: type[Exception], max_bytes: int = LOG_BYTES) -> Path:
@@ -75,8 +80,9 @@ def parse_json(text: str, where: str, error: type[Exception], *, constants: bool
         raise error(f"{where}: found half a surrogate pair, expected JSON with whole characters") from None
     except (ValueError, RecursionError) as reason:
         raise error(f"{where}: cannot be read as JSON: {_reason(reason)}") from None
-    if text.count("[") + text.count("{") > DEEPEST_JSON and _depth(value) > DEEPEST_JSON:
+    if text.count("[") + text.count("{") > DEEPEST_JSON and len(_layers(value)) > DEEPEST_JSON:
         raise error(f"{where}: found JSON nested more than {DEEPEST_JSON} deep")
+    _check_lengths(value, text, where, error)
     return value
 
 
@@ -84,9 +90,11 @@ def read_toml(path: str | os.PathLike[str], error: type[Exception], max_bytes: i
     """The tables of a TOML file; raises `error`."""
     text = read_text(path, error, max_bytes)
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as reason:
         raise error(f"{shown_path(path)}: cannot be read as TOML: {_reason(reason)}") from None
+    _check_lengths(tables, text, shown_path(path), error)
+    return tables
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
@@ -103,14 +111,24 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"found {name}, which JSON does not have")
 
 
-def _depth(value: Any) -> int:
-    """How deep lists and tables nest, by layers and not by recursion."""
-    depth, layer = 0, [value]
-    while layer:
-        layer = [
-            inner
-            for item in layer
-            for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
-        ]
-        depth += 1
-    return depth
+def _check_lengths(value: Any, text: str, where: str, error: type[Exception]) -> None:
+    """Whole numbers that no float can hold would break the first sum that meets them."""
+    if _LONG_NUMBER.search(text) is None:
+        return
+    for item in itertools.chain.from_iterable(_layers(value)):
+        if isinstance(item, int) and abs(item) > LARGEST_NUMBER:
+            raise error(f"{where}: found a whole number of {len(str(abs(item)))} digits")
+
+
+def _layers(value: Any) -> list[list[Any]]:
+    """The values of lists and tables, outermost first, by layers and not by recursion."""
+    layers = [[value]]
+    while layers[-1]:
+        layers.append(
+            [
+                inner
+                for item in layers[-1]
+                for inner in (item.values() if isinstance(item, dict) else item if isinstance(item, list) else ())
+            ]
+        )
+    return layers[:-1]

@@ -2,14 +2,20 @@
 
 Two processes that write one target never share a scratch file: a reader sees one result or the other, never a mixture.
 What was there before stays until the new content is complete, also when the disk fills up or the process is killed.
+A scratch file says by its name whose it is, `.NAME.PID-HOST.xxxxxxxx.part`: what a killed process could not take away,
+the next one that writes into the same folder does.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from policies.input_file import shown_path
@@ -31,6 +37,64 @@ def check_place(path: str | os.PathLike[str], error: type[Exception]) -> None:
         raise error(f"{shown_path(path)}: cannot be written ({reason.strerror})") from None
 
 
+def scratch_prefix(name: str) -> str:
+    """How the name of a scratch file or folder begins that stands in for `name`; `.part` or `.old` has to follow."""
+    return f".{name[:80]}.{os.getpid()}-{_host()}."
+
+
+_SCRATCH = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})-(?P<host>[0-9a-f]{8})\.[^.]+\.(?P<kind>part|old)(\.[^.]*)?")
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove scratch files and folders of processes of this machine that are gone.
+
+    A folder that was set aside (`.old`) for a new one that never came goes back to its place. Only the first call for a
+    folder looks, since a sweep writes thousands of files into one.
+    """
+    if folder in _cleared:
+        return
+    _cleared.add(folder)
+    with suppress(OSError), os.scandir(folder) as entries:
+        ours = [found for entry in entries if (found := _SCRATCH.fullmatch(entry.name)) and found["host"] == _host()]
+        for found in ours:
+            if _is_alive(int(found["pid"])):
+                continue
+            place = folder / found[0]
+            if found["kind"] == "old":
+                for aside in place.iterdir():
+                    if not (folder / aside.name).exists():
+                        aside.rename(folder / aside.name)
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place, ignore_errors=True)
+            else:
+                place.unlink(missing_ok=True)
+
+
+_cleared: set[Path] = set()
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # elsewhere asking might end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True  # somebody else's
+    return True
+
+
+@cache
+def _host() -> str:
+    """Of the processes that can see each other: the machine's name and, in containers, their space of process ids."""
+    space = ""
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/pid")
+    name = os.uname().nodename if hasattr(os, "uname") else ""
+    return f"{zlib.crc32(f'{name} {space}'.encode()):08x}"
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike[str], error: type[Exception], *, sync: bool = False) -> Iterator[Path]:
     """A scratch file to write; it becomes `path` if the block ends well. Missing folders are made.
@@ -48,7 +112,8 @@ def whole_file(path: str | os.PathLike[str], error: type[Exception], *, sync: bo
             raise error(f"{target}: found {what}, expected a file or nothing; choose another place")
         target.parent.mkdir(parents=True, exist_ok=True)
         ending = f".part{target.suffix}"
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:80]}.", suffix=ending, dir=target.parent)
+        clear_leftovers(target.parent)
+        handle, name = tempfile.mkstemp(prefix=scratch_prefix(target.name), suffix=ending, dir=target.parent)
         os.close(handle)
         scratch = Path(name)
         scratch.chmod(0o666 & ~_umask())

@@ -50,6 +50,13 @@ def check_value(name: str, value: Any, wanted: tuple[type, ...], error: type[Exc
         raise error(f"{name}: found {_short(value)}, expected at most {LONGEST_TEXT:,} characters and no NUL")
 
 
+def whole_number(text: str) -> int | None:
+    """What plain digits spell, up to LARGEST; None for anything else, be it ² or five thousand digits."""
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(LARGEST))):
+        return None
+    return number if (number := int(text)) <= LARGEST else None
+
+
 def listed(name: str, value: Any, of: type, error: type[Exception]) -> tuple[Any, ...]:
     """A list of a file of settings as a tuple of plain values of one type; raises `error` for anything else."""
     if not isinstance(value, list | tuple):

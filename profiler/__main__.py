@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-
-import typer
+from typing import TYPE_CHECKING
 
 from policies.command_line import run_command
+
+if TYPE_CHECKING:
+    import typer
 
 COMMAND_MODULES = (
     "profiler.commands_specs",  # models, hardware, capacity, predict, published
@@ -16,6 +18,8 @@ COMMAND_MODULES = (
 
 
 def build() -> typer.Typer:
+    import typer
+
     app = typer.Typer(
         name="profiler",
         help="What an iteration costs: models, GPUs, profiles and cost models.",
@@ -31,7 +35,7 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    run_command(build(), "profiler")
+    run_command(build, "profiler")
 
 
 if __name__ == "__main__":

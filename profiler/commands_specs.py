@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from policies.settings import whole_number
+
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 Model = Annotated[str, typer.Option(help="A name, a Hugging Face folder or config.json, or a TOML file.")]
 Gpu = Annotated[str, typer.Option(help="A name or a TOML file.")]
@@ -298,10 +300,11 @@ def rates(
 def _chunk(text: str) -> tuple[int, int]:
     from profiler.errors import ProfileError
 
-    tokens, _, prefix = text.partition("@")
-    if not (tokens.isdecimal() and int(tokens) > 0 and (prefix or "0").isdecimal()):
+    words = text.partition("@")
+    tokens, prefix = whole_number(words[0]), whole_number(words[2] or "0")
+    if not tokens or prefix is None:
         raise ProfileError(f"--chunk: found {text!r}, expected TOKENS or TOKENS@PREFIX")
-    return int(tokens), int(prefix or 0)
+    return tokens, prefix
 
 
 def _billions(count: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.input_file import read_toml
+from policies.settings import check_value, listed
 from profiler.dtypes import canonical_dtype
 from profiler.errors import ProfileError
 
@@ -147,7 +148,10 @@ def _build(name: str, facts: Mapping[str, Any], where: str) -> Hardware:
     peaks = facts["peak_flops"]
     if isinstance(peaks, Mapping):
         facts["peak_flops"] = {canonical_dtype(dtype): value for dtype, value in peaks.items()}
-    facts["remembered"] = tuple(facts.get("remembered", ()))
+    facts["remembered"] = listed(f"{where}: gpu {name}: remembered", facts.get("remembered", ()), str, ProfileError)
+    for key, wanted in (("title", (str,)), ("link", (str,)), ("source", (str,)), ("power_w", (float, type(None)))):
+        if key in facts:
+            check_value(f"{where}: gpu {name}: {key}", facts[key], wanted, ProfileError)
     facts.setdefault("link", "unnamed")
     facts["name"] = name
     return Hardware(**facts)

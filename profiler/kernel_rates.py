@@ -9,11 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from policies.input_file import LOG_BYTES, checked_file, parse_json, read_text
+from policies.input_file import LOG_BYTES, parse_json, read_text
 from profiler.errors import ProfileError
 from profiler.gemm_roofline import gemm_ns
 from profiler.hardware import Hardware, load_hardware
 from profiler.model_spec import Gemm
+from profiler.parquet import read_parquet
 from profiler.roofline_constants import RooflineConstants
 
 if TYPE_CHECKING:
@@ -154,9 +155,7 @@ def _attention_table(folder: str | Path, name: str, file: str) -> pd.DataFrame:
 
 
 def _read(folder: str | Path, name: str, file: str) -> pd.DataFrame:
-    import pandas as pd
-
     path = Path(folder) / f"{name}_sxm" / f"{file}.parquet"
     if not path.exists():
         raise ProfileError(f"{path}: no such file; expected a folder of aiconfigurator tables")
-    return pd.read_parquet(checked_file(path, ProfileError))
+    return read_parquet(path).to_pandas()

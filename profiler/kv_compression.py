@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from policies.settings import whole_number
 from profiler.errors import ProfileError
 from profiler.model_spec import ModelSpec
 
@@ -39,9 +40,10 @@ class Compression:
     def parse(cls, text: str, group: int, window: int) -> Compression:
         """`kivi4` or `delta8`: a coding and its bits."""
         coding = text.rstrip("0123456789")
-        if coding not in CODINGS or not text[len(coding) :]:
+        bits = whole_number(text[len(coding) :])
+        if coding not in CODINGS or bits is None:
             raise ProfileError(f"--kv-compression: found {text!r}, expected a coding and its bits, as kivi4 or delta8")
-        return cls(coding, int(text[len(coding) :]), group, window)
+        return cls(coding, bits, group, window)
 
     def group_bytes(self, kv_heads: int, head_dim: int) -> int:
         """Bytes of one packed group in one layer, keys and values together."""

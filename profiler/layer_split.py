@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from policies.settings import whole_number
 from profiler.errors import ProfileError
 
 
@@ -25,7 +26,7 @@ def parse_split(text: str | None) -> tuple[int, ...] | None:
     """ "20,12" -> (20, 12); None and "" -> None, the even split."""
     if not text:
         return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    counts = [whole_number(part.strip()) for part in text.split(",")]
+    if None in counts:
         raise ProfileError(f"layer split: found {text!r}, expected whole numbers such as 20,12")
-    return tuple(int(part) for part in parts)
+    return tuple(count for count in counts if count is not None)

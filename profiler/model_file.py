@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from policies.input_file import checked_file, read_json
 from policies.output_file import whole_file
+from policies.settings import listed
 from profiler.attention_family import AttentionFamily
 from profiler.attention_fit import AttentionFit
 from profiler.attention_law import BatchLaw
@@ -168,9 +169,9 @@ def read_model(path: str | Path) -> DeviceFit:
         profiled=entry.pairs("profiled", lambda pair: (str(pair[0])[:200], int(pair[1]))),
         terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
-        errors={key: dict(value) for key, value in entry.mapping("errors").items() if isinstance(value, dict)},
-        worst=tuple(str(line)[:200] for line in entry.values.get("worst") or () if isinstance(line, str)),
-        noise={key: float(value) for key, value in entry.mapping("noise").items() if isinstance(value, int | float)},
+        errors={k: _Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
+        worst=listed(f"{path}: worst", entry.values.get("worst") or (), str, ProfileError),
+        noise=_Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
     )
 
 
@@ -205,6 +206,10 @@ class _Entry:
         if value != int(value):
             self.fail(key, value, "a whole number")
         return int(value)
+
+    def numbers(self, *wanted: str) -> dict[str, float]:
+        found = {key: self.number(key, -1e15, 1e15) for key in self.values}
+        return found | {key: self.number(key, 0.0, 1e6) for key in wanted}
 
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.values.get(key, {})

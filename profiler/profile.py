@@ -98,7 +98,7 @@ fixed bit of work took just before, which tells the machine's speed); NaN where 
 apply is 0, a text column empty.
 """
 
-_CHUNK = re.compile(r"(\d+):(\d+)(?:x(\d+))?\Z")
+_CHUNK = re.compile(r"(\d{1,9}):(\d{1,9})(?:x(\d{1,9}))?\Z", re.ASCII)
 
 
 def chunk_text(chunks: Sequence[tuple[int, int]]) -> str:
@@ -229,15 +229,14 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 def read_profile(path: str | Path) -> Profile:
     """Read what `write_profile` wrote (a CSV may lack the first line); raises ProfileError."""
     import pandas as pd
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from profiler.importers.tables import check_width
+    from profiler.parquet import read_parquet
 
     path = Path(path)
     try:
         if path.suffix == ".parquet":
-            data = pq.read_table(checked_file(path, ProfileError))
+            data = read_parquet(path)
             note = (data.schema.metadata or {}).get(b"charioteer.profile", b"{}").decode()
             table = data.to_pandas()
         elif path.suffix == ".csv":
@@ -252,7 +251,7 @@ def read_profile(path: str | Path) -> Profile:
         provenance = json.loads(note)
     except ProfileError:
         raise
-    except (OSError, ValueError, RecursionError, pa.ArrowException) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: cannot be read as a profile: {str(error).splitlines()[0]}") from None
     if not isinstance(provenance, dict):
         raise ProfileError(f"{path}: provenance: found {provenance!r}, expected a JSON object")

@@ -49,7 +49,8 @@ def published_steps(folder: str | Path) -> list[PublishedStep]:
             try:
                 steps += reader(rows)
             except (KeyError, TypeError, ValueError, csv.Error) as error:
-                raise ProfileError(f"{path}, line {rows.line_num}: {error!r}: not as the table was published") from None
+                where = f"{path}, line {rows.line_num}"
+                raise ProfileError(f"{where}: {repr(error)[:200]}: not as the table was published") from None
     if not steps:
         raise ProfileError(f"{folder}: none of {', '.join(_READERS)} is there")
     return steps
@@ -94,7 +95,7 @@ def _sarathi_table2(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
 def _sarathi_fig7(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     steps = []
     for row in rows:
-        tokens = re.fullmatch(r"prefill (\d+) tokens", row["batch_or_workload"])
+        tokens = re.fullmatch(r"prefill (\d{1,9}) tokens", row["batch_or_workload"])
         if tokens and row["metric"] == "iteration_time":
             shape = prefill([int(tokens[1])])
             steps.append(_step("SARATHI Fig 7", "", tokens[0], "llama-13b", "a6000", 1, shape, row))
@@ -115,11 +116,11 @@ def _sarathi_serve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
         if row["metric"] not in _SARATHI_SERVE_PARTS or what.startswith("prefill-only 256 "):
             continue
         file = "figure 2" if "figure-2" in row["source_loc"] else "table 2"
-        if found := re.match(r"prefill-only (\d+) tokens", what):
+        if found := re.match(r"prefill-only (\d{1,9}) tokens", what):
             shape, group = prefill([int(found[1])]), f"{file} prefill"
-        elif found := re.match(r"decode-only \d+ tokens \(B=(\d+), max len (\d+)\)", what):
+        elif found := re.match(r"decode-only \d{1,9} tokens \(B=(\d{1,9}), max len (\d{1,9})\)", what):
             shape, group = decode(int(found[1]), int(found[2]) // 2), f"{file} decode"
-        elif found := re.match(r"(\d+)p\+(\d+)d", what):
+        elif found := re.match(r"(\d{1,9})p\+(\d{1,9})d", what):
             tokens, size = int(found[1]), int(found[2])
             shape = BatchShape(((tokens, 0),) if tokens else (), size, size * 512, 512, sampled=size + (tokens > 0))
             group = f"{file} {_SARATHI_SERVE_PARTS[row['metric']]}"

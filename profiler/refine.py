@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
-from policies.input_file import LOG_BYTES, checked_file, parse_json, read_json, read_text
+from policies.input_file import LOG_BYTES, parse_json, read_json, read_text
 from profiler.errors import ProfileError
+from profiler.parquet import read_parquet
 from profiler.shapes import ShapeColumns
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 
 LEAST_STEPS = 20
+LARGEST_CONTEXT = 10**8
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,18 @@ def read_step_log(path: str | Path) -> StepLog:
 
 
 def _from_run_folder(path: Path) -> StepLog:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(checked_file(path / "iterations.parquet", ProfileError))
-    except (OSError, ValueError, pa.ArrowException) as error:
-        if isinstance(error, ProfileError):
-            raise
-        raise ProfileError(f"{path}: cannot be read as a run folder: {str(error).splitlines()[0]}") from None
+    table = read_parquet(path / "iterations.parquet")
     config = read_json(path / "config.json", ProfileError)
     if not isinstance(config, dict):
         raise ProfileError(f"{path}: found a config.json without settings, expected a run folder")
     if config.get("world") != "live":
         world = str(config.get("world"))[:40]
         raise ProfileError(f"{path}: found world {world!r}, expected a live run: others only repeat their costs")
-    columns = {name: table.column(name).to_numpy() for name in ("device_s", "host_before_s", "host_after_s")}
-    shapes = ShapeColumns.of_iterations(table)
+    try:
+        columns = {name: table.column(name).to_numpy() for name in ("device_s", "host_before_s", "host_after_s")}
+        shapes = ShapeColumns.of_iterations(table)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProfileError(f"{path}/iterations.parquet: {str(error)[:200]}, expected the table of a live run") from None
     return StepLog(f"run {path.name}", shapes, columns["device_s"], columns["host_before_s"], columns["host_after_s"])
 
 
@@ -83,12 +80,14 @@ def _from_vllm_steps(path: Path) -> StepLog:
             contexts = [int(context) for context in step["decode"]]
             sampled = len(contexts) + len(chunks)
             shapes.append(BatchShape(chunks, len(contexts), sum(contexts), max(contexts, default=0), 0, sampled))
-            rows.append([step["exec_ms"], step["sched_ms"], step["update_ms"]])
+            if not all(0 <= n <= LARGEST_CONTEXT for n in (*contexts, *(n for chunk in chunks for n in chunk))):
+                raise ValueError("found a length beyond all models")
+            rows.append([float(step[name]) for name in ("exec_ms", "sched_ms", "update_ms")])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ProfileError):
             raise
         expected = "prefill, decode, exec_ms, sched_ms, update_ms in every line"
-        raise ProfileError(f"{path}: row {len(shapes) + 1}: {error!r}, expected {expected}") from None
+        raise ProfileError(f"{path}: row {len(shapes) + 1}: {repr(error)[:200]}, expected {expected}") from None
     times = np.array(rows, float).reshape(-1, 3) * 1e-3
     return StepLog(f"log {path.name}", ShapeColumns.of(shapes), times[:, 0], times[:, 1], times[:, 2])
 

@@ -28,6 +28,7 @@ Column = NDArray[np.int64]
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer staged model"
+MOST_STAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -172,21 +173,27 @@ def write_staged(fit: StagedFit, path: Path) -> None:
 
 def read_staged(path: Path) -> StagedFit:
     """What `write_staged` wrote; ProfileError for anything else."""
-    try:
-        document = read_json(path, ProfileError)
-        if document["format"] != FORMAT:
-            raise ProfileError(f"{path}: found {document['format']!r}, expected {FORMAT!r}")
-        return StagedFit(
-            tuple(read_fit(_stage_file(path, number)) for number in range(int(document["stages"]))),
-            tuple((float(latency), float(row)) for latency, row in document["sends"]),
-            tuple(float(price) for price in document["host_before"]),
-            (float(document["host_after"][0]), float(document["host_after"][1])),
-            document["provenance"],
-        )
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        if isinstance(error, ProfileError):
-            raise
-        raise ProfileError(f"{path}: cannot be read as a staged model: {error!r}") from None
+    document = read_json(path, ProfileError)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ProfileError(f"{path}: found something else, expected {FORMAT!r}")
+    stages, provenance, sends = document.get("stages"), document.get("provenance"), document.get("sends")
+    if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
+        raise ProfileError(f"{path}: stages: found {stages!r}, expected 1 to {MOST_STAGES}")
+    if not isinstance(provenance, dict) or not isinstance(sends, list) or len(sends) != stages - 1:
+        raise ProfileError(f"{path}: expected a table `provenance` and {stages - 1} `sends`")
+    latency, row = zip(*(_numbers(path, "sends", send, 2) for send in sends)) if sends else ((), ())
+    before = _numbers(path, "host_before", document.get("host_before"), 4)
+    after = _numbers(path, "host_after", document.get("host_after"), 2)
+    fits = tuple(read_fit(_stage_file(path, number)) for number in range(stages))
+    return StagedFit(fits, tuple(zip(latency, row)), before, (after[0], after[1]), provenance)
+
+
+def _numbers(path: Path, name: str, found: Any, count: int) -> tuple[float, ...]:
+    """A list of so many prices in ns; negative ones are what a least-squares fit may give."""
+    fits = isinstance(found, list) and len(found) == count
+    if not fits or not all(type(price) in (int, float) and abs(price) < 1e15 for price in found):
+        raise ProfileError(f"{path}: {name}: found {str(found)[:60]}, expected {count} numbers below 1e15")
+    return tuple(float(price) for price in found)
 
 
 def _stage_file(path: Path, number: int) -> Path:

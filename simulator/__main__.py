@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from policies.command_line import run_command
+
+if TYPE_CHECKING:
+    import typer
+
+
+def build() -> typer.Typer:
+    from simulator.commands import app
+
+    return app
 
 
 def main() -> None:
     """Run the command line; bad input is one line on stderr and exit code 2."""
-    from simulator.commands import app
-
-    run_command(app, "simulator")
+    run_command(build, "simulator")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from simulator.cluster import Cluster
 
-_FORM = re.compile(r"(\d+)@(\d+(?:\.\d+)?)(?:\+(\d+(?:\.\d+)?))?")
+_FORM = re.compile(r"(\d{1,9})@(\d{1,9}(?:\.\d+)?)(?:\+(\d{1,9}(?:\.\d+)?))?", re.ASCII)
 
 
 @dataclass(frozen=True)

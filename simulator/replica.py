@@ -156,7 +156,8 @@ class Replica(PlainReplica):
             self._complete_at(end_ns)
             return False
         flights = self._flights
-        oldest = flights[0][0]  # its batch: compiled code makes tuples anew, so only that can be recognised
+        # A compiled tuple has no identity that lasts; its batch has.
+        batch = flights[0][0]
         place = ahead.reserve(end_ns, COMPLETION)
         try:
             if ahead.passed(place, flights):
@@ -164,7 +165,7 @@ class Replica(PlainReplica):
         except BaseException:
             self._await(ahead, place)
             raise
-        if flights and flights[0][0] is oldest:
+        if flights and flights[0][0] is batch:
             self._await(ahead, place)
         return False
 

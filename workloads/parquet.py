@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 from workloads.fields import Field
 from workloads.row import RawRow
-from workloads.source import MAX_BYTES, Source
+from workloads.source import MAX_BYTES, MAX_ROWS, Source
 from workloads.trace import TraceError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_BATCH_ROWS = 1 << 10
+"""Of texts of a megabyte each these take a gigabyte."""
 
 
 class ParquetTable:
@@ -29,11 +33,9 @@ class ParquetTable:
             groups = [self._file.metadata.row_group(i) for i in range(self._file.metadata.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
             raise TraceError(f"{self.path}: found damaged Parquet ({_brief(error)}), expected a whole file") from None
-        unpacked = sum(group.total_byte_size for group in groups)
-        if max(unpacked, 8 * self._file.metadata.num_rows) > MAX_BYTES:
-            raise TraceError(
-                f"{self.path}: found {unpacked:,} bytes when unpacked, expected at most {MAX_BYTES:,}; split the file"
-            )
+        self._refuse_above(MAX_BYTES, sum(group.total_byte_size for group in groups))
+        if (rows := self._file.metadata.num_rows) > MAX_ROWS:
+            raise TraceError(f"{self.path}: found {rows:,} rows, expected at most {MAX_ROWS:,}; split the file")
         self.names = list(self._file.schema_arrow.names)
         for position, name in enumerate(self.names):
             if name in self.names[:position]:
@@ -44,10 +46,29 @@ class ParquetTable:
     def _read(self, columns: Sequence[str] | None) -> pa.Table:
         import pyarrow as pa
 
+        batches: list[pa.RecordBatch] = []
+        size = 0
         try:
-            return self._file.read(columns=columns, use_threads=False)
+            # Piece by piece: a kilobyte of dictionary and a few runs may stand for terabytes of texts or lists.
+            for batch in self._file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
+                size += batch.nbytes
+                self._refuse_above(2 * MAX_BYTES, size)
+                batches.append(batch)
+            return pa.Table.from_batches(batches, self._schema(columns)).combine_chunks()
         except (pa.ArrowException, OSError, MemoryError) as error:
             raise TraceError(f"{self.path}: found damaged Parquet ({_brief(error)}), expected a whole file") from None
+
+    def _schema(self, columns: Sequence[str] | None) -> pa.Schema:
+        import pyarrow as pa
+
+        whole = self._file.schema_arrow
+        return whole if columns is None else pa.schema([whole.field(name) for name in columns])
+
+    def _refuse_above(self, most: int, found: int) -> None:
+        if found > most:
+            raise TraceError(
+                f"{self.path}: found {found:,} bytes or more when unpacked, expected at most {most:,}; split the file"
+            )
 
     def columns(self, wanted: Sequence[Field]) -> dict[str, pa.ChunkedArray] | None:
         """The wanted columns by meaning, as the file has them."""

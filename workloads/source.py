@@ -17,6 +17,8 @@ from workloads.trace import TraceError
 
 MAX_BYTES = 1 << 30
 """Most bytes read from one file, after unpacking: some thirty million requests."""
+MAX_ROWS = 50_000_000
+"""Most requests of one file, in whatever form: their columns alone take gigabytes."""
 MAX_LINE = 64 << 20
 """Longest line: a prompt of ten million token ids."""
 
@@ -55,6 +57,8 @@ def open_source(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Sou
     text = _checked_text(content, shown)
     start = text[:_PROBE].lstrip()[:1]
     kind = {b"{": "jsonl", b"[": "json"}.get(start, "csv")
+    if len(text) > 2 * MAX_ROWS and (lines := text.count(b"\n")) > MAX_ROWS:
+        raise TraceError(f"{shown}: found {lines:,} lines, expected at most {MAX_ROWS:,}; split the file")
     return Source(shown, text, kind)
 
 

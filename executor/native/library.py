@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from executor.errors import ExecutorError
+from policies.output_file import clear_leftovers, scratch_prefix
 
 _SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-std=c++20", "-fPIC", "-pthread")
@@ -161,7 +162,8 @@ def _build() -> Path:
         return target
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_folder) as temporary:
+        clear_leftovers(cache_folder)
+        with tempfile.TemporaryDirectory(".part", scratch_prefix("kernels"), cache_folder) as temporary:
             compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
             _run([compiler, *_FLAGS, "-c", str(folder / "kernels.cpp"), "-o", str(compiled)])
             _run([compiler, "-shared", "-pthread", str(compiled), "-o", str(linked)])

@@ -13,8 +13,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from policies.input_file import checked_file
 from profiler.errors import ProfileError
+from profiler.parquet import read_parquet
 from profiler.profile import Profile, chunk_text, make_profile
 
 if TYPE_CHECKING:
@@ -43,16 +43,11 @@ def read(path: Path, tensor_parallel: int | None = None) -> Profile:
 
 
 def _table(path: Path, name: str, columns: list[str]) -> pd.DataFrame:
-    import pandas as pd
-    import pyarrow as pa
-
     file = path / f"{name}.parquet"
     try:
-        table = pd.read_parquet(checked_file(file, ProfileError))
+        table = read_parquet(file).to_pandas()
     except ProfileError as error:
         raise ProfileError(f"{error}; expected a folder such as h100_sxm") from None
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise ProfileError(f"{file}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
     for column in (*columns, "latency", "device", "version", "kernel_source"):
         if column not in table:
             raise ProfileError(f"{file}: missing column {column!r}, found {', '.join(map(str, table.columns))}")

@@ -9,14 +9,13 @@ Kernels were measured eagerly; the attention time includes writing the new keys 
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from policies.input_file import read_text
+from policies.input_file import parse_json, read_text
 from profiler.attention_fit import TWIN
 from profiler.errors import ProfileError
 from profiler.importers.tables import read_csv, read_header
@@ -68,7 +67,7 @@ def read(path: Path, tensor_parallel: int | None = None, model: str | None = Non
 
 
 def _degrees(path: Path, wanted: int | None) -> tuple[Path, list[int]]:
-    match = re.fullmatch(r"tp(\d+)", path.name)
+    match = re.fullmatch(r"tp(\d{1,6})", path.name, re.ASCII)
     if match:
         return path.parent, [int(match[1])]
     found = _tp_folders(path)
@@ -86,7 +85,7 @@ def _degrees(path: Path, wanted: int | None) -> tuple[Path, list[int]]:
 
 
 def _tp_folders(path: Path) -> list[int]:
-    return sorted(int(entry.name[2:]) for entry in path.glob("tp*") if re.fullmatch(r"tp\d+", entry.name))
+    return sorted(int(entry.name[2:]) for entry in path.glob("tp*") if re.fullmatch(r"tp\d{1,6}", entry.name, re.ASCII))
 
 
 def _meta(path: Path) -> dict[str, str]:
@@ -200,8 +199,9 @@ def _listed_batches(folder: Path, heads: dict[str, int]) -> pd.DataFrame:
         if row.get("layer", "attention") != "attention":
             continue
         try:
-            pairs = [(int(query), int(history)) for query, history in json.loads(row["requests_json"])]
-        except (TypeError, ValueError):
+            listed = parse_json(row["requests_json"], "requests_json", ProfileError)
+            pairs = [(int(query), int(history)) for query, history in listed]
+        except (TypeError, ValueError, OverflowError):
             where = f"{folder}/skew.csv: row {int(str(number)) + 2}, requests_json"
             raise ProfileError(
                 f"{where}: found {row['requests_json'][:40]!r}, expected [[query, history], ...]"

@@ -39,6 +39,7 @@ CONTENTS: dict[str, bytes] = {
     "GGUF of 2^60 facts": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60),
     "GGUF of a list of 2^62": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 9, 1 << 62),
     "GGUF nested without end": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000,
+    "GGUF with a name of bytes": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1000) + b"\xff" * 1000,
     "a header of 2^62 bytes": struct.pack("<Q", 1 << 62) + b"{}",
     "a header without tensors": struct.pack("<Q", 2) + b"{}",
 }  # fmt: skip

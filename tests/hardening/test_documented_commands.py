@@ -37,19 +37,7 @@ COMMANDS = sorted({(page.name, line) for page in PAGES for line in shown(page)})
 
 @cache
 def group_of(package: str) -> Any:
-    main = import_module(f"{package}.__main__")
-    if package == "executor":
-        from executor import commands_compression, commands_profile
-        from executor.commands import app
-
-        if not any(command.name == "profile" for command in app.registered_commands):
-            commands_profile.register(app)
-            commands_compression.register(app)
-    elif hasattr(main, "build"):
-        app = main.build()
-    else:
-        app = getattr(main, "app", None) or import_module(f"{package}.commands").app
-    return typer.main.get_command(app)
+    return typer.main.get_command(import_module(f"{package}.__main__").build())
 
 
 def test_there_are_many() -> None:

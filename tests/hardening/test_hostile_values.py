@@ -122,3 +122,39 @@ def test_a_gigabyte_without_a_line_end_is_refused_in_little_memory(tmp_path: Pat
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2, (file.name, done.stderr[-500:])
         assert done.stderr.startswith(f"error: {file}"), done.stderr[-300:]
+
+
+def test_a_small_parquet_file_that_stands_for_far_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text, ten thousand times by its number in a dictionary: 30 kB on disk, 160 MB as texts, here above the limit."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    import profiler.parquet
+    import workloads.parquet
+    from profiler.errors import ProfileError
+    from profiler.parquet import read_parquet
+    from workloads import TraceError, read_trace
+
+    monkeypatch.setattr(profiler.parquet, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(workloads.parquet, "MAX_BYTES", 1 << 25)
+    rows = 10_000
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, dtype=np.int32)), pa.array(["x" * (1 << 14)]))
+    columns = {name: np.ones(rows, dtype=np.int64) for name in ("arrival_s", "prompt_tokens", "output_tokens")}
+    pq.write_table(pa.table({**columns, "session": texts}), tmp_path / "bomb.parquet", store_schema=False)
+    assert (tmp_path / "bomb.parquet").stat().st_size < 200_000
+    with pytest.raises(TraceError, match="when unpacked, expected at most"):
+        read_trace(tmp_path / "bomb.parquet")
+    with pytest.raises(ProfileError, match="when unpacked"):
+        read_parquet(tmp_path / "bomb.parquet")
+
+
+def test_more_rows_than_memory_has_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from workloads import TraceError, generate, parquet, read_trace, source, write_trace
+
+    trace = generate(requests=60, seed=1)
+    for module in (source, parquet):
+        monkeypatch.setattr(module, "MAX_ROWS", 50)
+    for name in ("t.csv", "t.jsonl", "t.parquet", "t.csv.gz"):
+        with pytest.raises(TraceError, match=r"found \d\d (rows|lines), expected at most 50"):
+            read_trace(write_trace(trace, tmp_path / name))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import re
+import shutil
+import tempfile
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -59,7 +65,11 @@ def test_policies_need_the_standard_library_alone() -> None:
     import sys
 
     for file in (ROOT / "policies").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):  # what only a type checker reads is no need
+            if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 roots = [alias.name.partition(".")[0] for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -113,3 +123,53 @@ def test_a_report_shows_names_and_does_not_run_them(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page
     assert "<img src=x" not in page
+
+
+def _answer(*packages: dict[str, object], stderr: str = "") -> Any:
+    return lambda *words, **options: SimpleNamespace(stdout=json.dumps({"dependencies": packages}) if packages else "", stderr=stderr)
+
+
+FAULT = {"name": "jinja2", "version": "2.10", "vulns": [{"id": "CVE-2019-10906", "fix_versions": ["2.10.1"]}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (_answer({"name": "jinja2", "skip_reason": "not found and could not be audited"}), 2),
+        (_answer({"name": "jinja2", "version": "2.10", "vulns": []}), 2),
+        (_answer(stderr="Traceback\nConnectionError: no route"), 2),
+        (_answer(FAULT), 1),
+    ],
+)
+def test_an_audit_that_looked_nothing_up_is_none(answer: Any, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("audit", ROOT / "docs" / "audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    audit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(audit)
+    monkeypatch.setattr(audit.subprocess, "run", answer)
+    monkeypatch.setattr(audit, "installed", lambda: ["jinja2==2.10"])
+    with pytest.raises(SystemExit) as ended:
+        audit.main()
+    assert ended.value.code == code
+
+
+def test_files_for_workers_lie_where_nobody_else_can_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies are among them, and the temporary folder is everybody's."""
+    from experiments.engines import placed
+    from experiments.errors import ExperimentError
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = Path(placed("../../x/my_policy.py", b"pass"))
+    assert file.parent.parent.parent == tmp_path
+    assert file.parent.parent.stat().st_mode & 0o077 == 0
+    assert placed("../../x/my_policy.py", b"pass") == str(file)
+    ours = file.parent.parent
+    ours.chmod(0o777)
+    with pytest.raises(ExperimentError, match="others can write"):
+        placed("other.py", b"pass")
+    shutil.rmtree(ours)
+    (tmp_path / "theirs").mkdir()
+    ours.symlink_to(tmp_path / "theirs")
+    with pytest.raises(ExperimentError, match="others can write"):
+        placed("other.py", b"pass")

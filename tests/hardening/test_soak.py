@@ -1,4 +1,5 @@
-"""Minutes of live load with flat memory; slow, so run by hand: python -m pytest tests/hardening/test_soak.py -m slow."""
+"""Flat memory: an hour of simulated load here and now; minutes of live load by hand, since they pass in real time
+(SOAK_MINUTES=10 python -m pytest tests/hardening/test_soak.py -s)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,32 @@ def resident_mib(pid: int) -> float:
         if line.startswith("VmRSS"):
             return int(line.split()[1]) / 1024
     return 0.0
+
+
+@needs_posix
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_an_hour_of_simulated_load_keeps_its_memory(tmp_path: Path) -> None:
+    """Records go to the disk as they come; what is left is the trace and the requests that are there."""
+    from metrics import Recorder
+    from simulator import ReplayConfig
+    from simulator.pools import make_cluster_plan
+    from simulator.simulation import simulate
+    from workloads import generate
+
+    trace = generate(duration_s=3600, arrivals="poisson:1", prompt="lognormal:900,1,1,4000", output="lognormal:60,1,1,500", seed=4)
+    plan = make_cluster_plan(ReplayConfig(policy="vllm_v1", num_blocks=4000), trace, None)
+    recorder = Recorder(part_rows=512, stream_to=tmp_path)
+    sizes: dict[int, float] = {}
+
+    def look(ended: int, total: int) -> None:
+        sizes[100 * ended // total] = resident_mib(os.getpid())
+
+    simulate(trace, plan, recorder, look)
+    recorder.tables()
+    early, late = max(size for share, size in sizes.items() if 20 <= share < 40), max(size for share, size in sizes.items() if share >= 80)
+    print(f"{len(trace)} requests: {early:.1f} MiB after a quarter of an hour, {late:.1f} MiB at the end")
+    assert len(trace) > 3_400
+    assert late < early + 8
 
 
 @needs_posix

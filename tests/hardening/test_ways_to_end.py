@@ -140,7 +140,30 @@ def test_a_run_killed_at_any_moment_is_there_whole_or_not_at_all(tmp_path: Path)
         outcomes.add(out.exists())
         code, _, err = ended(*REPLAY, "--out", out)
         assert code == 0, err
+        assert litter(tmp_path) == []
     assert outcomes  # both, as a rule; which one a given kill meets is the machine's choice
+
+
+def test_what_a_killed_process_left_is_taken_away_by_the_next_one(tmp_path: Path) -> None:
+    from policies.output_file import clear_leftovers, scratch_prefix, write_text
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    ours, theirs = scratch_prefix("a.json"), scratch_prefix("a.json").replace(str(os.getpid()), str(gone.pid))
+    for name in (theirs + "x1.part.json", ours + "x2.part.json", "." + "a.json.1-00000000.x3.part", "a.json.part"):
+        (tmp_path / name).write_text("half")
+    (tmp_path / (theirs + "x4.part")).mkdir()
+    (tmp_path / (theirs + "x4.part") / "config.json").write_text("{}")
+    for name in ("run", "other"):  # set aside for a new one that came, and for one that did not
+        (tmp_path / (theirs + f"{name}.old") / name).mkdir(parents=True)
+        (tmp_path / (theirs + f"{name}.old") / name / "old").write_text("")
+    (tmp_path / "run").mkdir()
+    write_text(tmp_path / "a.json", "{}", RuntimeError)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([ours + "x2.part.json", ".a.json.1-00000000.x3.part", "a.json.part", "a.json", "run", "other"])
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["old"]
+    assert list((tmp_path / "run").iterdir()) == []
+    clear_leftovers(tmp_path / "nowhere")
 
 
 def test_two_runs_into_one_folder_leave_one_whole_run(tmp_path: Path) -> None:
@@ -191,6 +214,7 @@ def test_a_sweep_killed_at_any_moment_goes_on_and_ends_as_if_it_had_not_been(tmp
     (tmp_path / "cut" / "points" / ".000005.json.abc.part.json").write_text("{half")
     code, _, err = ended(*command, "--out", tmp_path / "cut")
     assert code == 0, err
+    assert litter(tmp_path / "cut") == [".000005.json.abc.part.json"]  # not ours by its name
     one, other = (pq.read_table(tmp_path / name / "sweep.parquet") for name in ("whole", "cut"))
     assert one.equals(other)
 

@@ -79,7 +79,7 @@ def test_classes_leave_the_same_warm_up_out_as_the_whole_run(tmp_path, capsys):
     import json
     from dataclasses import replace
 
-    from metrics.__main__ import _show_by, _summary
+    from metrics.commands import _show_by, _summary
     from simulator.printing import _class_summaries
 
     trace = replace(trace_of([(row, 4, 5) for row in range(10)]), slo=["a", "b"] * 5)

@@ -7,11 +7,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from metrics import summarise, write_run
-from metrics.__main__ import app
 from metrics.report import comparison_table, differences, format_value
+from tests.hardening.command_line import run
 from tests.metrics.sample_runs import three_requests
 
 
@@ -22,7 +21,7 @@ def run_folder(tmp_path):
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return run("metrics", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -68,26 +67,26 @@ def test_a_comparison_of_many_policies_fits_the_terminal(width) -> None:
 
 
 def test_show_prints_the_summary_of_the_folder_or_anew(run_folder) -> None:
-    printed = json.loads(call("show", run_folder, "--json").stdout)
+    printed = json.loads(call("show", run_folder, "--json").out)
     assert printed == json.loads((run_folder / "summary.json").read_text())
-    anew = json.loads(call("show", run_folder, "--json", "--slo", "ttft_p99=2", "--warmup", "1").stdout)
+    anew = json.loads(call("show", run_folder, "--json", "--slo", "ttft_p99=2", "--warmup", "1").out)
     assert (anew["slo"], anew["measured"]) == ("ttft_p99=2", 3)
-    text = call("show", run_folder).stdout
+    text = call("show", run_folder).out
     assert "scheduling_delay" in text
     assert "requests that could never run" in text
 
 
 def test_diff_of_a_run_with_itself_is_nothing(run_folder) -> None:
-    found = json.loads(call("diff", run_folder, run_folder, "--json").stdout)
+    found = json.loads(call("diff", run_folder, run_folder, "--json").out)
     assert found["ttft_s_mean"]["relative"] == 0
     assert {row["relative"] for row in found.values()} == {0}
-    assert "ttft_s_mean" in call("diff", run_folder, run_folder).stdout
+    assert "ttft_s_mean" in call("diff", run_folder, run_folder).out
 
 
 def test_token_times_of_a_preempted_request_show_its_wait(run_folder) -> None:
-    printed = json.loads(call("token-times", run_folder, "--request", 1, "--json").stdout)
+    printed = json.loads(call("token-times", run_folder, "--request", 1, "--json").out)
     assert printed == {"request": 1, "arrival_s": 1.0, "time_s": [3.0, 4.0, 8.0], "gap_s": [2.0, 1.0, 4.0]}
-    assert "2 s (TTFT)" in call("token-times", run_folder, "--request", 1).stdout
+    assert "2 s (TTFT)" in call("token-times", run_folder, "--request", 1).out
 
 
 @pytest.mark.parametrize(
@@ -101,21 +100,21 @@ def test_token_times_of_a_preempted_request_show_its_wait(run_folder) -> None:
 )
 def test_bad_input_is_one_line_and_exit_code_two(run_folder, arguments, complaint) -> None:
     result = call(*(run_folder if argument == "RUN" else argument for argument in arguments))
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert complaint in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.code == 2
+    assert result.out == ""
+    assert complaint in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_bubbles_and_timeline_of_a_run_folder(run_folder) -> None:
-    printed = json.loads(call("bubbles", run_folder, "--json").stdout)["chunked"]
+    printed = json.loads(call("bubbles", run_folder, "--json").out)["chunked"]
     assert printed["bubble_share"] == 1 / 8
     assert printed["stages"][-1] == {
         "stage": "all", "in_flight_s": 8.0, "busy_s": 7.0, "idle_s": 1.0, "pb1_s": 0.0, "pb2_s": 0.0, "pb3_s": 0.0,
         "stage_split_s": 0.0, "fill_drain_s": 0.0, "transfer_s": 0.0, "host_s": 1.0, "starvation_s": 0.0,
     }  # fmt: skip
     assert printed["request_bubble_s"]["max"] == 0.5
-    assert "12.50%" in call("bubbles", run_folder).stdout
-    assert call("timeline", run_folder, "--request", 1).stdout.strip() == str(run_folder / "timeline.json")
+    assert "12.50%" in call("bubbles", run_folder).out
+    assert call("timeline", run_folder, "--request", 1).out.strip() == str(run_folder / "timeline.json")
     assert json.loads((run_folder / "timeline.json").read_text())["traceEvents"]
-    assert call("timeline", run_folder, "--window", "9").exit_code == 2
+    assert call("timeline", run_folder, "--window", "9").code == 2

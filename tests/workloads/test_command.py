@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from workloads.__main__ import app
-
-runner = CliRunner()
+from tests.hardening.command_line import run
 
 
 @pytest.fixture
@@ -20,9 +17,9 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_describe_counts_what_is_there(trace: Path) -> None:
-    result = runner.invoke(app, ["describe", str(trace), "--json"])
-    numbers = json.loads(result.stdout)
-    assert result.exit_code == 0
+    result = run("workloads", "describe", str(trace), "--json")
+    numbers = json.loads(result.out)
+    assert result.code == 0
     assert (numbers["requests"], numbers["span_s"], numbers["rate"], numbers["gap_cv"]) == (11, 10.0, 1.0, 0.0)
     assert (numbers["prompt_tokens_p50"], numbers["output_tokens_max"]) == (105.0, 20)
     assert numbers["pd_ratio"] == 1155 / 165
@@ -36,47 +33,44 @@ def test_describe_tells_how_much_of_the_prompts_is_shared(tmp_path: Path) -> Non
         '{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}\n'
         '{"timestamp": 9, "input_length": 1000, "output_length": 1, "hash_ids": [1, 3]}\n'
     )
-    numbers = json.loads(runner.invoke(app, ["describe", str(path), "--json"]).stdout)
+    numbers = json.loads(run("workloads", "describe", str(path), "--json").out)
     assert numbers["shared_prompt_share"] == 512 / 2000
 
 
 def test_describe_draws_a_figure(trace: Path, tmp_path: Path) -> None:
     figure = tmp_path / "out.png"
-    assert runner.invoke(app, ["describe", str(trace), "--figure", str(figure)]).exit_code == 0
+    assert run("workloads", "describe", str(trace), "--figure", str(figure)).code == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
-    result = runner.invoke(app, ["describe", str(trace), "--figure", str(tmp_path / "out.wrong")])
-    assert result.exit_code == 2
+    result = run("workloads", "describe", str(trace), "--figure", str(tmp_path / "out.wrong"))
+    assert result.code == 2
     assert list(tmp_path.glob(".*partial*")) == []
 
 
 def test_options_reach_the_reader(trace: Path) -> None:
     options = ["--rate-scale", "2", "--window", "2:8", "--limit", "4", "--timeout", "3", "--json"]
-    numbers = json.loads(runner.invoke(app, ["describe", str(trace), *options]).stdout)
+    numbers = json.loads(run("workloads", "describe", str(trace), *options).out)
     assert (numbers["requests"], numbers["span_s"], numbers["clients_giving_up"]) == (4, 1.5, 4)
 
 
 def test_convert_and_describe_agree(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "t.parquet"
-    assert runner.invoke(app, ["convert", str(trace), str(out), "--arrivals", "closed:2,1"]).exit_code == 0
-    numbers = json.loads(runner.invoke(app, ["describe", str(out), "--json"]).stdout)
+    assert run("workloads", "convert", str(trace), str(out), "--arrivals", "closed:2,1").code == 0
+    numbers = json.loads(run("workloads", "describe", str(out), "--json").out)
     assert (numbers["format"], numbers["closed_loop_requests"]) == ("parquet", 9)
 
 
 def test_generate_writes_the_same_file_twice(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         options = ["--duration", "60", "--arrivals", "gamma:2,2", "--prompt", "zipf:0.4,1024,4096", "--pd-ratio", "10"]
-        assert runner.invoke(app, ["generate", str(tmp_path / name), *options]).exit_code == 0
+        assert run("workloads", "generate", str(tmp_path / name), *options).code == 0
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
 def test_generate_makes_presets_and_cases(tmp_path: Path) -> None:
     out = str(tmp_path / "t.csv")
-    assert runner.invoke(app, ["generate", out, "--preset", "chat", "--duration", "20", "--rate", "3"]).exit_code == 0
-    assert (
-        runner.invoke(app, ["generate", out, "--case", "orca_best", "--clients", "2", "--output", "fixed:9"]).exit_code
-        == 0
-    )
-    numbers = json.loads(runner.invoke(app, ["describe", out, "--json"]).stdout)
+    assert run("workloads", "generate", out, "--preset", "chat", "--duration", "20", "--rate", "3").code == 0
+    assert run("workloads", "generate", out, "--case", "orca_best", "--clients", "2", "--output", "fixed:9").code == 0
+    numbers = json.loads(run("workloads", "describe", out, "--json").out)
     assert (numbers["requests"], numbers["output_tokens_min"]) == (20, 5)
 
 
@@ -98,9 +92,9 @@ def test_wrong_use_ends_in_one_line_and_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    result = run("workloads", *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
+    assert result.out == ""
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,257 @@
+"""The commands of `python -m metrics`: look into run folders."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from metrics.columns import MetricsError
+
+if TYPE_CHECKING:
+    from metrics.tables import RunTables
+
+app = typer.Typer(
+    help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+WarmupOption = Annotated[str, typer.Option(help="Left out of the statistics: a number of requests, or seconds as 30s.")]
+SloOption = Annotated[str, typer.Option(help="Objective, such as ttft_p99=2,tbt_p99=0.2.")]
+
+
+@app.command()
+def show(
+    run: RunArgument,
+    warmup: WarmupOption = "",
+    slo: SloOption = "",
+    by: Annotated[str, typer.Option(help="One summary per value of a column: slo, priority or session.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
+    if by:
+        _show_by(run, by, warmup, slo, as_json)
+        return
+    summary = _summary(run, warmup, slo)
+    if as_json:
+        _print_json(summary)
+        return
+    from metrics.report import summary_tables
+
+    for table in summary_tables(summary):
+        _print(table)
+
+
+@app.command()
+def diff(
+    first: RunArgument, second: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False
+) -> None:
+    """Print two runs side by side with the difference of the second relative to the first."""
+    from metrics.report import differences, differences_table
+
+    found = differences(_summary(first, warmup, slo), _summary(second, warmup, slo))
+    if as_json:
+        _print_json(found)
+    else:
+        labels = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+        _print(differences_table(labels, found))
+
+
+@app.command("token-times")
+def token_times(
+    run: RunArgument,
+    request: Annotated[int, typer.Option(help="Request, as numbered in requests.parquet.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Print when each token of one request was delivered, and the gap before it."""
+    from metrics.run_folder import read_run
+    from metrics.token_times import TokenTimes
+
+    tables = read_run(run)
+    rows = (tables.column("requests", "request") == request).nonzero()[0]
+    if not len(rows):
+        numbers = tables.column("requests", "request")
+        span = f"{numbers.min()} to {numbers.max()}" if len(numbers) else "none"
+        raise MetricsError(f"{run}: found no request {request}, expected one of its {len(numbers)} ({span})")
+    arrival_s = float(tables.column("requests", "arrival_s")[rows[0]])
+    times = TokenTimes(tables).of_request(int(rows[0])) / 1e9
+    gaps = [float(b - a) for a, b in zip([arrival_s, *times.tolist()], times.tolist())]
+    if as_json:
+        _print_json({"request": request, "arrival_s": arrival_s, "time_s": times.tolist(), "gap_s": gaps})
+        return
+    from rich.table import Table
+
+    from metrics.report import format_value
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("token", "time (s)", "since the one before"):
+        table.add_column(heading, justify="right")
+    for number, (time_s, gap_s) in enumerate(zip(times.tolist(), gaps), 1):
+        table.add_row(str(number), f"{time_s:.6f}", format_value("gap_s", gap_s) + (" (TTFT)" if number == 1 else ""))
+    _print(table)
+
+
+@app.command()
+def figures(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to draw together.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
+) -> None:
+    """Draw latency CDFs, load over time and batch composition of one or more runs (PDF and PNG)."""
+    from metrics.figures import draw_all
+    from metrics.run_folder import read_run
+
+    for path in draw_all({label: read_run(run) for label, run in _labelled(runs).items()}, out):
+        print(path)
+
+
+@app.command()
+def bubbles(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for Gantt, shares and CDF.")] = None,
+    window: Annotated[str, typer.Option(help="What the Gantt chart shows, as FROM:TO in seconds.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Split the idle time of pipeline stages by cause, per stage and per run."""
+    from metrics.bubbles import find_bubbles
+    from metrics.request_bubbles import request_bubble_ns
+    from metrics.run_folder import read_run
+    from metrics.statistics import statistics
+    from metrics.timeline import parse_window
+
+    shown = parse_window(window) if window else None
+    tables = {label: read_run(run) for label, run in _labelled(runs).items()}
+    found = {label: find_bubbles(run) for label, run in tables.items()}
+    if figures_to is not None:
+        from metrics.pipeline_figures import draw_pipeline
+
+        drawn = draw_pipeline(tables, figures_to, window=shown, bubbles=found)
+    per_request = {
+        label: statistics(request_bubble_ns(run, found[label])[run.column("requests", "status") == "finished"] / 1e9)
+        for label, run in tables.items()
+    }
+    if as_json:
+        _print_json(
+            {
+                label: {
+                    "policy": tables[label].config.get("policy"),
+                    "bubble_share": each.share,
+                    "cause_shares": each.cause_shares,
+                    "lost_device_s": each.lost_device_s,
+                    "request_bubble_s": per_request[label],
+                    "stages": each.rows(),
+                }
+                for label, each in found.items()
+            }
+        )
+        return
+    from metrics.report import bubble_table
+
+    for label, each in found.items():
+        _print(bubble_table(label, each, per_request[label]))
+    if figures_to is not None:
+        for path in drawn:
+            print(path)
+
+
+@app.command()
+def timeline(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="Where to write it; RUN/timeline.json unless given.")] = None,
+    window: Annotated[str, typer.Option(help="Only what overlaps FROM:TO, in seconds.")] = "",
+    request: Annotated[int | None, typer.Option(help="A request to follow with arrows.")] = None,
+) -> None:
+    """Write a timeline for Perfetto (ui.perfetto.dev): stages, bubbles by cause, queue and KV blocks."""
+    from metrics.run_folder import read_run
+    from metrics.timeline import EVERYTHING, parse_window, write_timeline
+
+    shown = parse_window(window) if window else EVERYTHING
+    print(write_timeline(out or run / "timeline.json", read_run(run), window=shown, request=request))
+
+
+def _labelled(runs: list[Path]) -> dict[str, Path]:
+    """Runs by the names of their folders; by their paths where two folders have one name."""
+    names = [run.resolve().name for run in runs]
+    return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs)}
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to report on together.")],
+    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("report.html"),
+    question: Annotated[str, typer.Option(help="What the reader wants answered; the page's title.")] = "",
+    window: Annotated[str, typer.Option(help="Part of the timeline, as FROM:TO seconds.")] = "",
+) -> None:
+    """Write one HTML file that opens offline: table, plots, zoomable timeline, request inspector, trust."""
+    from metrics.html_report import write_report
+    from metrics.html_report.timeline import Slice
+    from metrics.run_folder import read_run
+    from metrics.timeline import parse_window
+
+    labels = [run.name for run in runs]
+    if len(set(labels)) < len(labels):
+        labels = [str(run) for run in runs]
+    part = parse_window(window) if window else None
+    shown = Slice(part.start / 1e9, min(part.end, 1 << 62) / 1e9) if part else None
+    tables = {label: read_run(run) for label, run in zip(labels, runs)}
+    print(write_report(out, tables, question=question or f"What happened in {', '.join(labels)}?", window=shown))
+
+
+def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
+    from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
+    from metrics.summary import summarise
+
+    tables = read_run(run)
+    if tables.summary and not warmup and not slo:
+        return tables.summary
+    slo = slo or _own(tables, "slo")
+    return summarise(tables, warmup=warmup or _own(tables, "warmup") or 0, slo=parse_objectives(slo) if slo else None)
+
+
+def _own(run: RunTables, setting: str) -> str:
+    """What the run itself was summarised with, "" for nothing."""
+    for world in ("replay", "live"):
+        settings = run.config.get(world)
+        if isinstance(settings, dict):
+            return str(settings.get(setting) or "")
+    return ""
+
+
+def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> None:
+    from metrics.report import comparison_table
+    from metrics.run_folder import read_run
+    from metrics.slo import parse_objectives
+    from metrics.summary import summarise_classes
+
+    if column not in ("slo", "priority", "session"):
+        raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
+    tables = read_run(run)
+    objective, warmup = slo or _own(tables, "slo"), warmup or _own(tables, "warmup")
+    summaries = summarise_classes(
+        tables, column, slo=parse_objectives(objective) if objective else None, warmup=warmup or 0
+    )
+    if as_json:
+        _print_json(summaries)
+    else:
+        _print(comparison_table(summaries))
+
+
+def _print_json(content: Any) -> None:
+    from metrics.run_folder import json_ready
+
+    print(json.dumps(json_ready(content), indent=2, allow_nan=False))
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    # Into a pipe or a file rich would assume 80 columns and cut the table.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
