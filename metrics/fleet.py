@@ -50,13 +50,13 @@ def fleet(run: RunTables, devices: float | None = None) -> list[Presence]:
 
 
 def stage_seconds(stays: list[Presence], start_s: float, end_s: float) -> float:
-    """Time that stages were there in a window, added up."""
-    return sum(stay.within_s(start_s, end_s) * stay.stages for stay in stays)
+    """Time that stages were there in a window, added up exactly: plain sums of floats differ from Python to Python."""
+    return math.fsum(stay.within_s(start_s, end_s) * stay.stages for stay in stays)
 
 
 def device_seconds(stays: list[Presence], start_s: float, end_s: float) -> float:
     """The same of devices."""
-    return sum(stay.within_s(start_s, end_s) * stay.devices for stay in stays)
+    return math.fsum(stay.within_s(start_s, end_s) * stay.devices for stay in stays)
 
 
 def devices_per_stage(stays: list[Presence], replicas: NDArray[Any]) -> Floats:

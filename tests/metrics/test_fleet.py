@@ -64,12 +64,12 @@ def test_pools_of_unequal_width_lose_device_time_each_by_its_own():
 
 def test_an_objective_or_warm_up_that_makes_no_sense_is_refused_before_the_run():
     from executor.config import LiveConfig
-    from metrics import MetricsError
-    from simulator import ReplayConfig
+    from executor.errors import ExecutorError
+    from simulator import ReplayConfig, SimulationError
 
-    for config in (ReplayConfig, LiveConfig):
+    for config, refusal in ((ReplayConfig, SimulationError), (LiveConfig, ExecutorError)):
         for wrong in ({"slo": "ttft=2"}, {"slo": "chat:ttft_p99=1;chat:x=2"}, {"warmup": "soon"}, {"warmup": "-3"}):
-            with pytest.raises(MetricsError, match="found"):
+            with pytest.raises(refusal, match="found"):
                 config(**wrong)
         config(slo="chat:ttft_p99=1;batch:e2e_p99=60", warmup="auto")
 
