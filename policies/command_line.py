@@ -15,6 +15,11 @@ from typing import Any, NoReturn
 
 from policies.errors import PolicyError
 
+EXTRAS = {
+    "torch": "executor", "safetensors": "executor", "tokenizers": "executor", "flash_attn": "cuda", "triton": "cuda",
+    "ray": "ray", "optuna": "ray", "plotly": "report",
+}  # fmt: skip
+"""What is not installed by default, and the extra of pyproject.toml that brings it."""
 PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
 """Whose exceptions are messages for the user; each folder has one type of its own."""
 
@@ -24,8 +29,9 @@ BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
 def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
     """Run a command line and exit. build: makes it; called here, so that Ctrl-C during its imports is caught too.
 
-    Exit codes: 0 done; 2 a wrong input, a disk that refuses, or no memory, each with one line; 130 after Ctrl-C, 143
-    after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output any more.
+    Exit codes: 0 done; 2 a wrong input, a disk that refuses, no memory, or a missing package, each with one line; 130
+    after Ctrl-C, 143 after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output
+    any more.
     """
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a µ shows \xb5; it does not lose the run that was to be printed.
@@ -49,6 +55,16 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
         code = _say("found a name that is not UTF-8 here; set LC_ALL=C.UTF-8, or PYTHONUTF8=1", BAD_INPUT)
     except OSError as error:
         code = _say(_os_error(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing in PACKAGES:
+            raise
+        extra = EXTRAS.get(missing)
+        code = _say(
+            f"{missing} is not installed, and this needs it: pip install "
+            + (f"'.[{extra}]' in a checkout, 'charioteer[{extra}]' elsewhere" if extra else missing),
+            BAD_INPUT,
+        )
     except ValueError as error:
         if type(error).__module__.partition(".")[0] not in PACKAGES:
             raise

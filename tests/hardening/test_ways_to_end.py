@@ -258,3 +258,21 @@ def test_a_place_under_a_file_is_one_line(tmp_path: Path) -> None:
         refused = run(*command)
         assert refused.code == 2, (command, refused)
         assert refused.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("torch", "error: torch is not installed, and this needs it: pip install '.[executor]' in a checkout, "),
+        ("nobody.part", "error: nobody is not installed, and this needs it: pip install nobody\n"),
+    ],
+)
+def test_a_missing_package_is_one_line_that_says_what_to_install(module: str, told: str) -> None:
+    code = (
+        "import sys\nfrom policies.command_line import run_command\n"
+        f"def build():\n    raise ModuleNotFoundError('no', name={module!r})\nrun_command(build, 'executor')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 2
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == 1
