@@ -87,13 +87,9 @@ class LiveConfig:
     def __post_init__(self) -> None:
         check_settings(self, ExecutorError)
         if self.warmup is not None or self.slo is not None:
-            from metrics import MetricsError
             from metrics.slo import check_statistics
 
-            try:
-                check_statistics(self.warmup, self.slo)
-            except MetricsError as error:
-                raise ExecutorError(str(error)) from None
+            check_statistics(self.warmup, self.slo, ExecutorError)
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -84,13 +84,15 @@ def parse_objectives(text: str) -> str | dict[str, str]:
     return objectives
 
 
-def check_statistics(warmup: str | None, slo: str | None) -> None:
-    """Raises MetricsError for a warm-up or an objective that no summary could be made with: before the run, not after
-    it."""
-    if slo:
-        parse_objectives(slo)
-    if warmup not in (None, "auto"):
-        parse_warmup(str(warmup))
+def check_statistics(warmup: str | None, slo: str | None, error: type[ValueError] = MetricsError) -> None:
+    """Raises `error` for a warm-up or an objective that no summary could be made with: before the run, not after it."""
+    try:
+        if slo:
+            parse_objectives(slo)
+        if warmup not in (None, "auto"):
+            parse_warmup(str(warmup))
+    except MetricsError as wrong:
+        raise error(str(wrong)) from None
 
 
 def parse_warmup(warmup: int | str) -> tuple[float, bool]:

@@ -100,13 +100,9 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         check_settings(self, SimulationError)
         if self.warmup is not None or self.slo is not None:
-            from metrics import MetricsError
             from metrics.slo import check_statistics
 
-            try:
-                check_statistics(self.warmup, self.slo)
-            except MetricsError as error:
-                raise SimulationError(str(error)) from None
+            check_statistics(self.warmup, self.slo, SimulationError)
         for name in COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
