@@ -185,7 +185,7 @@ class Replica(PlainReplica):
         plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = self.now_ns, ahead.peek()
-        plan_again, terms = scheduler.plan_again, self._repeat_terms
+        plan_again, terms, leaves = scheduler.plan_again, self._repeat_terms, self._leaves
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
@@ -202,10 +202,15 @@ class Replica(PlainReplica):
                 continue
             chunks, shape = batch.chunks, batch.shape
             before, after, device, inside = iteration_ns(shape)
+            owing = False
+            if leaves is not None:
+                owing = bool(self._owed)
+                device += self._aftermath_ns(batch)
             end = now + before + device + after
             alone = ahead.sharers == 1
             if (
                 not chunks
+                and not owing
                 and not (alone and end >= horizon)
                 and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
             ):
@@ -304,7 +309,8 @@ class Replica(PlainReplica):
                 return
 
     def _launch(self, batch: Batch) -> None:
-        if self.leaps and not batch.chunks:
+        # What chunks have left to the next iterations is paid one by one.
+        if self.leaps and not batch.chunks and not self._owed:
             quiet = self.scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
                 shape = batch.shape
