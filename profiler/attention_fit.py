@@ -289,8 +289,8 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
 
 STRAIGHT = 0.5
 """Share of a straight line between measured batch sizes. Laws that know waves are wrong where other things decide, lines
-where waves do, and mostly not in the same places: the mean of both needs no weight to be told from few batch sizes. Not
-of kernels without grouped heads, which split nothing."""
+where waves do, mostly not in the same places: the mean of both needs no weight to be told from few batch sizes. Not of
+kernels without grouped heads, which split nothing: there waves are all."""
 
 
 def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
@@ -298,7 +298,9 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
         return fit
     columns = [rows[key].to_numpy(float) for key in ("tokens", "prefix", "decodes", "context")]
     us = rows["us"].to_numpy(float)
-    law = fit_batch_law(lambda law: batch_us(law, fit.heads, fit.sms, *columns), us)
+    some = np.random.default_rng(0).permutation(len(us))[:SAMPLE]
+    sampled = [column[some] for column in columns]
+    law = fit_batch_law(lambda law: batch_us(law, fit.heads, fit.sms, *sampled), us[some])
     miss = np.log(us / batch_us(law, fit.heads, fit.sms, *columns))
     misses = dict(fit.misses)
     alone = columns[2] == 0
@@ -321,6 +323,9 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
         misses["mixed"] = _grid(beside, miss[~alone])
     return replace(fit, batch_law=law, misses=misses)
 
+
+SAMPLE = 3000
+"""Batches that the law of chunks is fitted to; a profile has up to 45,000 of one layout."""
 
 LEAST_MIXED = 50
 """Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""

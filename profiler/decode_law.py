@@ -32,11 +32,11 @@ MISSES_FROM, MISSES_ALL = 0.7, 1.3
 class DecodeLaw:
     """Coefficients of `us`, microseconds.
 
-    launch: of the kernel; `lone`: with one KV head (0: the same). combine: of a second one, after splitting. wave, step: of a wave of blocks, and of 128 tokens
-    of each. stream: of 1000 tokens of one stream from memory; `warm` times that while a cache of `cache` thousands
-    holds them (0: no cache to be seen). start: of 1000 streams, however short. alone: of 1000 tokens of one sequence,
-    which nothing shares. join: >= 1, how sharply blocks and memory meet. streams: KV heads of a decode. slots: blocks
-    that run at once.
+    launch: of the kernel; `lone`: with one KV head (0: the same). combine: of a second one, after splitting. wave,
+    step: of a wave of blocks, and of 128 tokens of each. stream: of 1000 tokens of one stream from memory; `warm` times
+    that while a cache of `cache` thousands holds them (0: no cache to be seen). start: of 1000 streams, however short.
+    alone: of 1000 tokens of one sequence, which nothing shares. join: >= 1, how sharply blocks and memory meet.
+    streams: KV heads of a decode. slots: blocks that run at once.
     splits: processors by which FlashAttention 2's rule splits streams; 0: it does not. even: streams are shared out
     evenly instead of a block each.
     """

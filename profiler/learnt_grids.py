@@ -32,6 +32,8 @@ AIMS = {"median": 0.02, "p95": 0.08}
 """Errors aimed at on structures left out; a method's score is the sum of both as multiples of these."""
 APART = 1.3
 """Measured knots further apart than this factor have room for one more."""
+WIDE = 3.0
+"""And from this factor on for three."""
 LEAST_ROWS = 60
 """Fewer rows do not teach a learner anything that their grid does not know."""
 
@@ -114,12 +116,13 @@ def score(error: Array) -> float:
 
 
 def with_midpoints(axis: ArrayLike) -> Array:
-    """Knots and, between those far apart, whole numbers that quarter the gap by ratio."""
+    """Knots and, between those apart, whole numbers that halve the gap by ratio, or quarter a wide one."""
     knots = np.asarray(axis, float)
     found = set(knots.tolist())
     for low, high in zip(knots[:-1], knots[1:], strict=True):
         if low >= 1 and high / low > APART:
-            between = {float(round(low * (high / low) ** share)) for share in (0.25, 0.5, 0.75)}
+            shares = (0.25, 0.5, 0.75) if high / low > WIDE else (0.5,)
+            between = {float(round(low * (high / low) ** share)) for share in shares}
             found |= {at for at in between if low < at < high}
     return np.array(sorted(found))
 
