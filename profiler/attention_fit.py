@@ -161,12 +161,12 @@ class AttentionFit:
         """A further chunk in the same batch."""
         return chunk_share_us(self.batch_law, self.heads, self.sms, tokens, prefix)
 
-    def knots(self, axis: str) -> Array:
-        """Coordinates that were measured along "tokens", "context" (prefixes too) or "decodes"."""
+    def knots(self, axis: str, most: int = MANY_KNOTS) -> Array:
+        """Coordinates of grids along "tokens", "context" (prefixes too) or "decodes" that have no more than `most`."""
         found: list[Array] = [np.zeros(0)]
         for name, lattice in self.misses.items():
             for index, coordinate in enumerate(_AXES[name]):
-                if coordinate == axis and len(lattice.axes[index]) <= MANY_KNOTS:
+                if coordinate == axis and len(lattice.axes[index]) <= most:
                     found.append(lattice.axes[index])
         return np.unique(np.concatenate(found))
 
@@ -288,9 +288,9 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
 
 
 STRAIGHT = 0.5
-"""Share of a straight line between measured batch sizes. Laws that know waves are wrong where other things decide, lines
-where waves do, mostly not in the same places: the mean of both needs no weight to be told from few batch sizes. Not of
-kernels without grouped heads, which split nothing: there waves are all."""
+"""Share of a straight line between measured batch sizes. A law that knows waves is wrong where other things decide, a
+line where waves do, mostly not in the same places: the mean of both needs no weight to be told from few batch sizes.
+Not of kernels without grouped heads, which split nothing: there waves are all."""
 
 
 def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
