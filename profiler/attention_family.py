@@ -25,7 +25,7 @@ from profiler.attention_law import (
 )
 from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.lattice import Lattice
-from profiler.learnt_grids import Misses, chosen, densified, learnt
+from profiler.learnt_grids import TABLE, Misses, chosen, densified, learnt
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def fit_families(
     """Families of a kernel table: one a head size and group (query heads a KV head) that it has decodes and prompts of.
 
     beside: families of the same device, which give what `table` has no rows of (all decodes, or all prompts).
-    learning: whether grids may be learnt; False: interpolated, which takes a fraction of the time.
+    learning: whether grids may be learnt; False: all are interpolated, which takes a fraction of the time.
     """
     batches = batch_columns(table)
     batches["heads"], batches["kv_heads"] = table["heads"].to_numpy(float), table["kv_heads"].to_numpy(float)
@@ -149,10 +149,10 @@ def fit_families(
             kept[PREFILL][key] = prompts, miss
         if {DECODE, PREFILL} <= set(family.misses):
             families[key] = family
-    for kind, parts in kept.items() if learning else ():
+    for kind, parts in kept.items():
         for head_dim in {key[0] for key in families}:
             mine = {key: part for key, part in parts.items() if key in families and key[0] == head_dim}
-            for key, misses in _learnt(kind, mine, kernel).items():
+            for key, misses in _layouts(kind, mine, kernel, learning).items():
                 families[key] = replace(families[key], misses={**families[key].misses, **misses})
     return tuple(sorted(families.values(), key=lambda family: (family.head_dim, family.group)))
 
@@ -170,10 +170,10 @@ LEARNT_GROUPS = 8
 """Query heads a KV head up to which grids are learnt; beyond are layouts of no language model served here."""
 
 
-def _learnt(
-    kind: str, parts: Mapping[tuple[int, int], tuple[pd.DataFrame, Array]], kernel: str
+def _layouts(
+    kind: str, parts: Mapping[tuple[int, int], tuple[pd.DataFrame, Array]], kernel: str, learning: bool
 ) -> dict[tuple[int, int], dict[str, Lattice]]:
-    """Denser grids of every measured number of KV heads of every group, if a learner of all of them beats the grids."""
+    """A grid of every measured number of KV heads of every group; a denser one if a learner of all beats the grids."""
     from profiler.holdout import folds
 
     layouts: dict[int, tuple[tuple[int, int], int]] = {}
@@ -193,7 +193,7 @@ def _learnt(
         return {}
     everything = Misses(*(np.concatenate([getattr(one, name) for one in each])
                           for name in ("layout", "coordinates", "hints", "miss")))  # fmt: skip
-    method = chosen(everything, lambda values: list(folds(values)))
+    method = chosen(everything, lambda values: list(folds(values))) if learning else TABLE
     predict = learnt(everything, method)
     found: dict[tuple[int, int], dict[str, Lattice]] = {}
     for number, (key, kv_heads) in layouts.items():

@@ -100,7 +100,7 @@ class AttentionFit:
     def by_law(self) -> AttentionFit:
         """The laws alone, with nothing of what they miss."""
         nothing = {name: Lattice(grid.axes, np.zeros_like(grid.values)) for name, grid in self.misses.items()}
-        return replace(self, misses=nothing)
+        return replace(self, misses=nothing, straight=0.0)
 
     def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array:
         """Decodes of equal context and nothing else; `typical`: of a context near this one (`context_steps`)."""

@@ -226,7 +226,8 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
             parts = []
             for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
                 out = mine & batches[axis].isin(chosen).to_numpy()
-                others = mine if kind == "decode" else np.full(len(mine), True)
+                # Chunks beside decodes are told from all that has a chunk; the others from themselves.
+                others = mine if kind != "mixed" else (batches["tokens"] > 0).to_numpy()
                 fit = fit_attention(table[others & ~out], hardware.sms)
                 b = batches[out]
                 if kind == "decode":
