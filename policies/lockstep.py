@@ -71,10 +71,10 @@ class Lockstep:
             batch.new_blocks = ledger.take_new_blocks()
         total += steps * size
         longest += steps
-        part = Decodes(cohort, step + steps, size, total, longest)
+        part = _new(Decodes, (cohort, step + steps, size, total, longest))
         batch.parts = [part]
         batch.grown = [part]
-        batch.shape = BatchShape((), size, total, longest, batch.shape[4], size)
+        batch.shape = _new(BatchShape, ((), size, total, longest, batch.shape[4], size, 0))
         self.queues.decode_tokens_promised -= steps * size
         return taken
 

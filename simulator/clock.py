@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     Nanoseconds = Environment
 
-_GARBAGE_THRESHOLD = 200_000
+_GARBAGE_THRESHOLD = 1_000_000
 
 
 class VirtualTime(Nanoseconds):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,11 +48,15 @@ def ends_until(
         start, step, slope, offset, rest = line
         if steps < WORTH_AN_ARRAY:
             rest += host_ns
-            grown = range(start, start + steps * step, step)
-            ends: list[Ns] = list(accumulate([int(kv * slope + offset) + rest for kv in grown], initial=now_ns))
-            del ends[0]
-            if steps > 1 and ends[-2] >= horizon_ns:
-                del ends[bisect_left(ends, horizon_ns) + 1 :]
+            end, kv = now_ns, start
+            ends: list[Ns] = []
+            while steps:
+                end += int(kv * slope + offset) + rest
+                ends.append(end)
+                if end >= horizon_ns:
+                    break
+                kv += step
+                steps -= 1
             return ends
         device = (np.arange(start, start + steps * step, step) * slope + offset).astype(np.int64) + rest
     ends = (np.cumsum(device + host_ns) + now_ns).tolist()

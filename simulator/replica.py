@@ -182,17 +182,16 @@ class Replica(PlainReplica):
         """
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
-        plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = self.now_ns, ahead.peek()
-        plan_again, terms = scheduler.plan_again, self._repeat_terms
+        iteration_ns, terms = self._iteration_ns, self._repeat_terms
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
         while True:
             # Whatever happens between two iterations drops the batch.
-            if batch is None or not plan_again(batch, now):
-                batch = plan(now)
+            if batch is None or not scheduler.plan_again(batch, now):
+                batch = scheduler.plan(now)
             if batch is None:
                 ahead.moved_to(now)
                 if not self._idle(now):
@@ -220,7 +219,7 @@ class Replica(PlainReplica):
                     self._complete_at(ends[done])
                     return
                 if done:
-                    self._cross(Leap(batch, now, ends, before, after, inside), done)
+                    self._cross(batch, now, ends[:done], before, after, inside)
                     shape, now, end = batch.shape, ends[done - 1], ends[done]
                     device = end - now - before - after
                     inside = self._inside(shape)
@@ -238,7 +237,7 @@ class Replica(PlainReplica):
                 same = False
             else:
                 same = bool(chunks)
-            finished = deliver(batch, end)
+            finished = scheduler.deliver(batch, end)
             _, decodes, total, longest, dummies, sampled, _ = shape
             grown = batch.grown
             if len(chunks) > 1 or len(grown) > 1 or dummies or batch.preempted or batch.cached_tokens:
@@ -332,7 +331,7 @@ class Replica(PlainReplica):
         scheduler = self.scheduler
         queues = scheduler.queues
         if done:
-            self._cross(leap, done)
+            self._cross(batch, planned, ends[:done], before, after, leap.inside)
             planned = ends[done - 1]
         end = ends[done]
         start = planned + before
@@ -345,21 +344,19 @@ class Replica(PlainReplica):
             )
         )  # fmt: skip
 
-    def _cross(self, leap: Leap, done: int) -> None:
-        """The first `done` iterations of a leap are complete and recorded; its batch is the one planned after them."""
-        batch, planned, ends, before, after, first_inside = leap
+    def _cross(self, batch: Batch, planned: Ns, ends: list[Ns], before: Ns, after: Ns, first_inside: bool) -> None:
+        """So many equal iterations are complete and recorded; `batch` is the one planned after them."""
         scheduler = self.scheduler
         queues = scheduler.queues
         free_blocks = scheduler.ledger.free_blocks
         shape, first_number = batch.shape, batch.number
         cohort, first_step, _, _, _ = batch.grown[0]
-        crossed = ends[:done]
-        taken = scheduler.leap(batch, crossed)
+        taken = scheduler.leap(batch, ends)
         inside: Any = first_inside
         if inside != self._inside(batch.shape):
-            inside = self._inside_each(shape, done)
-        self.recorder.back_to_back(
-            self.number, first_number, shape, planned, crossed, cohort.number, first_step, queues.num_running,
+            inside = self._inside_each(shape, len(ends))
+        self.recorder.leap(
+            self.number, first_number, shape, planned, ends, cohort.number, first_step, queues.num_running,
             len(queues.waiting), free_blocks, taken, before, after, inside,
         )  # fmt: skip
 
