@@ -11,11 +11,20 @@ import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from metrics.columns import STATUSES, MetricsError
 from metrics.events import (
-    CHUNK_FIELDS, COHORT_FIELDS, Ended, Leaps, Plain, Straight, pack_leap, pack_request, pack_row, pack_stretch,
+    CHUNK_FIELDS,
+    COHORT_FIELDS,
+    Ended,
+    Leaps,
+    Plain,
+    Straight,
+    pack_leap,
+    pack_request,
+    pack_row,
+    pack_stretch,
 )  # fmt: skip
 from policies.batch import BatchShape
 from policies.compiling import mypyc_attr
@@ -30,7 +39,10 @@ if TYPE_CHECKING:
 _NAN = math.nan
 # A row of a leap takes less than a fourth of the memory of a plain one until it is written.
 _LEAPT_ROWS = 4
-_STATUS_CODES = {status: code for code, status in enumerate(STATUSES)}
+_STATUS_CODES: Final = {status: code for code, status in enumerate(STATUSES)}
+_pack_leap: Final = pack_leap
+_pack_request: Final = pack_request
+_pack_stretch: Final = pack_stretch
 _NO_CHUNK, _NO_COHORT = (0,) * CHUNK_FIELDS, (0,) * COHORT_FIELDS
 
 
@@ -144,7 +156,7 @@ class Recorder:
             self._flush_iterations()
         held = len(self.straight)
         at = self._rows + self._leapt + held
-        self._stretches.append(pack_stretch(at, held, replica, number, planned_ns, inside))
+        self._stretches.append(_pack_stretch(at, held, replica, number, planned_ns, inside))
 
     def leap(
         self,
@@ -180,7 +192,7 @@ class Recorder:
             alike = False
             self._leap_inside.append((self._leapt, inside))
         self._leap_rows.append(
-            pack_leap(
+            _pack_leap(
                 self._rows + self._leapt + len(self.straight), steps, replica, first_number, planned_ns, decodes,
                 context_total, context_max, dummy_tokens, sampled, executed_rows, running, waiting, free_blocks,
                 host_before_ns, host_after_ns, alike, cohort, first_step,
@@ -230,7 +242,7 @@ class Recorder:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
         row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
         self._requests.append(
-            pack_request(
+            _pack_request(
                 row, replica, arrival_ns, prompt_tokens, output_tokens, max_output_tokens, _STATUS_CODES[status],
                 admitted_ns, first_token_ns, finished_ns, preemptions, cached_tokens, priority, len(segments),
             )

@@ -15,7 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metrics.events import (
-    CHUNK_FIELDS, COHORT_FIELDS, COUNTS, LEAP, NUMBERS, ROW_LENGTH, STRAIGHT, STRETCH, Leaps, Plain, Straight,
+    CHUNK_FIELDS,
+    COHORT_FIELDS,
+    COUNTS,
+    LEAP,
+    NUMBERS,
+    ROW_LENGTH,
+    STRAIGHT,
+    STRETCH,
+    Leaps,
+    Plain,
+    Straight,
 )  # fmt: skip
 
 Ints = NDArray[np.int64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from simpy import Event
 
@@ -12,7 +13,8 @@ from simulator.moment import ARRIVAL, Moment
 from workloads import Trace
 
 # A named tuple made without its own constructor, which costs more than all the rest of an arrival.
-_new = tuple.__new__
+_new: Final = tuple.__new__
+_Request: Final = Request
 
 
 class Arrivals:
@@ -56,7 +58,7 @@ class Arrivals:
         for follower in self._followers.get(row, ()):
             assert self.trace.think_ns is not None
             delay = int(self.trace.think_ns[follower])
-            Moment(self.env, delay, lambda event, row=follower: self._arrive(row), ARRIVAL)  # type: ignore[misc]
+            Moment(self.env, delay, lambda event, row=follower: self._arrive(row, self.env.now), ARRIVAL)  # type: ignore[misc]
 
     def _schedule_next(self) -> None:
         if self._next < len(self._open):
@@ -73,14 +75,13 @@ class Arrivals:
         while self._next < len(rows) and times[rows[self._next]] <= now:
             row = rows[self._next]
             self._next += 1
-            self._arrive(row)
+            self._arrive(row, now)
         self._schedule_next()
 
-    def _arrive(self, row: int) -> None:
-        now: Ns = self.env.now
+    def _arrive(self, row: int, now: Ns) -> None:
         if self._plain is not None:
             prompts, limits = self._plain
-            request = _new(Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
+            request = _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
         else:
             request = self.trace.request(row)
             if request.arrival_ns != now:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
-WORTH_AN_ARRAY = 48
+WORTH_AN_ARRAY: Final = 48
 
 Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
 
@@ -27,7 +27,7 @@ def ends_until(
     now_ns: Ns,
     host_ns: Ns,
     device_ns: Ns,
-    horizon_ns: float,
+    horizon_ns: Ns,
 ) -> list[Ns]:
     """Ends of at most `steps` iterations, back to back from now on, in each of which every decode is one longer.
 
@@ -40,7 +40,7 @@ def ends_until(
     if room < first * steps:
         if room <= first:
             return [now_ns + first]
-        steps = min(steps, int(room) // first + 1)
+        steps = min(steps, room // first + 1)
     line = terms(shape) if terms is not None else None
     if line is None:
         device = cost.repeat_ns(shape, steps)

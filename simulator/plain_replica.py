@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from simpy import Event
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # host_before_ns, host_after_ns, device_ns, stages (start, end, send of each, one after the other; none for a single
 # stage), running, waiting, free_blocks (as `Recorder.iteration` takes them).
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
+
+
+_pack: Final = pack_row
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -324,7 +327,7 @@ class PlainReplica:
                     number, step, size = cohort.number, at, members
                 num_cohorts += 1
         self._row(
-            pack_row(
+            _pack(
                 self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
                 dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
                 batch.cached_tokens, before, after, device, inside, num_chunks, num_cohorts, num_stages,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from simpy import Event
 
@@ -17,8 +17,8 @@ from metrics import Recorder
 from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
-from simulator.clock import Nanoseconds, VirtualTime
-from simulator.leaping import ends_until
+from simulator.clock import FAR, Nanoseconds, VirtualTime
+from simulator.leaping import Terms, ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
 from simulator.plain_replica import PlainReplica
 
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_LEAP", "Leap", "Replica"]
 
-# Below this a leap costs more than the plain steps it replaces.
-LEAST_LEAP = 2
+_pack: Final = pack_straight
 
-INFINITY = float("inf")
+IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
+
+# Below this a leap costs more than the plain steps it replaces.
+LEAST_LEAP: Final = 2
+
 
 
 class Leap(NamedTuple):
@@ -65,8 +68,8 @@ class Replica(PlainReplica):
         leaps: bool = True,
     ) -> None:
         super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
-        self._repeat_terms = getattr(cost, "repeat_terms", None)
-        self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
+        self._repeat_terms: Terms | None = getattr(cost, "repeat_terms", None)
+        self._iteration_ns: IterationTimes = getattr(cost, "iteration_ns", self._plain_iteration_ns)
         self.leaps = leaps and scheduler.depth == 1
         self._ahead = env if leaps and isinstance(env, VirtualTime) else None
         if self._ahead is not None:
@@ -183,7 +186,7 @@ class Replica(PlainReplica):
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
-        now, horizon = self.now_ns, ahead.peek()
+        now, horizon, alone = self.now_ns, ahead.next_ns(), ahead.sharers == 1
         iteration_ns, terms = self._iteration_ns, self._repeat_terms
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
@@ -196,20 +199,19 @@ class Replica(PlainReplica):
                 ahead.moved_to(now)
                 if not self._idle(now):
                     return
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 stretch = None
                 continue
             chunks, shape = batch.chunks, batch.shape
             before, after, device, inside = iteration_ns(shape)
             end = now + before + device + after
-            alone = ahead.sharers == 1
             if (
                 not chunks
                 and not (alone and end >= horizon)
                 and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
             ):
                 ends = ends_until(
-                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else INFINITY
+                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else FAR
                 )
                 done = len(ends) - 1
                 if not alone and ends[done] >= horizon:
@@ -233,12 +235,12 @@ class Replica(PlainReplica):
                 if not self._passed(ahead, end):
                     return
                 flights.pop()
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 same = False
             else:
                 same = bool(chunks)
             finished = scheduler.deliver(batch, end)
-            _, decodes, total, longest, dummies, sampled, _ = shape
+            decodes, dummies = shape[1], shape[4]
             grown = batch.grown
             if len(chunks) > 1 or len(grown) > 1 or dummies or batch.preempted or batch.cached_tokens:
                 self._record(
@@ -255,14 +257,14 @@ class Replica(PlainReplica):
                 else:
                     request = tokens = prefix = 0
                 if decodes:
-                    cohort, step, _, _, _ = grown[0]
-                    number = cohort.number
+                    part = grown[0]
+                    number, step = part[0].number, part[1]
                 else:
                     number = step = 0
                 straight.append(
-                    pack_straight(
-                        end, decodes, total, longest, sampled, running, waits, free_blocks, before, after, request,
-                        tokens, prefix, number, step,
+                    _pack(
+                        end, decodes, shape[2], shape[3], shape[5], running, waits, free_blocks, before, after,
+                        request, tokens, prefix, number, step,
                     )
                 )  # fmt: skip
             now = end
@@ -271,7 +273,7 @@ class Replica(PlainReplica):
                 ahead.moved_to(now)
                 for track in finished:
                     self._end(track)
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 same = False
             if scheduler.retired:
                 self._record_retired()
@@ -315,11 +317,11 @@ class Replica(PlainReplica):
         now, shape = self.now_ns, batch.shape
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
-        horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
+        horizon = ahead.next_ns() if ahead is not None and ahead.sharers == 1 else FAR
         device = self.cost.stage_ns(shape)
         ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
-        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
+        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.next_ns()):
             self._cross_to_flight(leap, len(ends) - 1)
         else:
             self._leap = leap
