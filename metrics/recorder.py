@@ -65,8 +65,7 @@ class Recorder:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self.part_rows = part_rows
         self._plain = Plain([], [], [], [], [], [])
-        self._append_row, self._append_at = self._plain.rows.append, self._plain.at.append
-        self._extend_stages = self._plain.stages.extend
+        self._plain_rows, self._plain_at, self._plain_stages = self._plain.rows, self._plain.at, self._plain.stages
         self._rows = 0
         self.straight: list[bytes] = []
         self._stretches: list[bytes] = []
@@ -135,14 +134,14 @@ class Recorder:
         row: `metrics.events.pack_row` of it. chunks, cohorts: the fields of further ones than the first, one after the
         other; stages: those of all stages.
         """
-        self._append_row(row)
-        self._append_at(self._rows + self._leapt + len(self.straight))
+        self._plain_rows.append(row)
+        self._plain_at.append(self._rows + self._leapt + len(self.straight))
         if chunks:
             self._plain.chunks.extend(chunks)
         if cohorts:
             self._plain.cohorts.extend(cohorts)
         if stages:
-            self._extend_stages(stages)
+            self._plain_stages.extend(stages)
         self._rows += 1
         if self._rows >= self.part_rows:
             self._flush_iterations()

@@ -44,7 +44,7 @@ class VirtualTime(Nanoseconds):
     def next_ns(self) -> Ns:
         """When the next event is due; as late as can be where there is none."""
         queue = self._queue
-        return queue[0][0] if queue else FAR
+        return queue[0][0] if queue else FAR  # type: ignore[return-value]  # whole numbers are all that it is given
 
     def moved_to(self, at_ns: int) -> bool:
         """Move the clock to `at_ns`, unless something else is due by then: then False, and nothing has changed."""

@@ -8,7 +8,7 @@ is there), so only its completion has to be waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from simpy import Event
@@ -58,9 +58,10 @@ class PlainReplica:
         self._tracks, self._depth = scheduler.tracks, scheduler.depth
         self.cost = cost
         self.recorder = recorder
-        self._inside = cost.inside
-        self._row = recorder.row
-        self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
+        self._inside: Callable[[BatchShape], bool] = cost.inside
+        self._host_ns: Callable[[BatchShape], tuple[Ns, Ns]] = cost.host_ns
+        self._stages_ns: Callable[[BatchShape], list[tuple[Ns, Ns]]] = getattr(cost, "stages_ns", self._plain_stages_ns)
+        self._num_stages = cost.stages
         self.on_end = on_end
         self.overlap_sends = overlap_sends
         self._flights: deque[Flight] = deque()
@@ -210,17 +211,16 @@ class PlainReplica:
             Moment(self.env, at_ns - self.now_ns, self._on_wake, WAKE)
 
     def _launch(self, batch: Batch) -> None:
-        cost, shape = self.cost, batch.shape
-        before, after = cost.host_ns(shape)
-        free = self._free_ns
+        shape, free = batch.shape, self._free_ns
+        before, after = self._host_ns(shape)
         # One process prepares batch after batch: hidden behind stage 0 wherever planning runs ahead of it.
-        ready = self.now_ns
+        ready = batch.planned_ns
         if ready < self._host_free_ns:
             ready = self._host_free_ns
         self._host_free_ns = ready = ready + before
         stages: list[Ns] = []
-        if cost.stages == 1:
-            device = cost.stage_ns(shape)
+        if self._num_stages == 1:
+            device = self.cost.stage_ns(shape)
             start = ready
             if start < free[0]:
                 start = free[0]
@@ -264,7 +264,9 @@ class PlainReplica:
             arrived = end + send
             free[stage] = end if overlap else arrived
             device += busy
-            stages += (start, end, send)
+            stages.append(start)
+            stages.append(end)
+            stages.append(send)
         return end, device
 
     # Completion
@@ -310,23 +312,25 @@ class PlainReplica:
         num_chunks, num_stages = len(chunks), len(stages) // STAGE_FIELDS
         request = tokens = prefix = num_cohorts = number = step = size = 0
         samples = False
-        more_chunks: list[int] = []
-        more_cohorts: list[int] = []
+        more_chunks: Sequence[int] = ()
+        more_cohorts: Sequence[int] = ()
         if num_chunks:
             track, tokens, prefix, samples = chunks[0]
             request = track.request.id
             if num_chunks > 1:
-                for track, *fields in chunks[1:]:
-                    more_chunks += (track.request.id, *fields)
-        for cohort, at, members, _, _ in batch.grown:
+                more_chunks = [
+                    field for track, *fields in chunks[1:] for field in (track.request.id, *fields)
+                ]
+        for part in batch.grown:
+            members = part[2]
             # A cohort that begins with this batch has decoded nobody in it.
             if members:
                 if num_cohorts:
-                    more_cohorts += (cohort.number, at, members)
+                    more_cohorts = [*more_cohorts, part[0].number, part[1], members]
                 else:
-                    number, step, size = cohort.number, at, members
+                    number, step, size = part[0].number, part[1], members
                 num_cohorts += 1
-        self._row(
+        self.recorder.row(
             _pack(
                 self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
                 dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
