@@ -17,6 +17,7 @@ from metrics import Recorder
 from metrics.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.compiling import mypyc_attr
+from profiler.aftermath import merged
 from simulator.clock import Nanoseconds
 from simulator.moment import COMPLETION, WAKE, Moment
 
@@ -62,6 +63,10 @@ class PlainReplica:
         self._host_ns: Callable[[BatchShape], tuple[Ns, Ns]] = cost.host_ns
         self._stages_ns: Callable[[BatchShape], list[tuple[Ns, Ns]]] = getattr(cost, "stages_ns", self._plain_stages_ns)
         self._num_stages = cost.stages
+        leaves = getattr(cost, "aftermath", None)
+        self._leaves: Callable[[BatchShape], list[Ns]] | None = leaves if cost.stages == 1 else None
+        # Extra device time of the iterations to come, the next one last.
+        self._owed: list[Ns] = []
         self.on_end = on_end
         self.overlap_sends = overlap_sends
         self._flights: deque[Flight] = deque()
@@ -120,6 +125,7 @@ class PlainReplica:
         self._flights.clear()
         self._free_ns = [0] * self.cost.stages
         self._last_end_ns = self._host_free_ns = 0
+        self._owed = []
         gone = self.scheduler.abandon(reason, self.now_ns)
         self._record_retired()
         return gone
@@ -221,6 +227,8 @@ class PlainReplica:
         stages: list[Ns] = []
         if self._num_stages == 1:
             device = self.cost.stage_ns(shape)
+            if self._leaves is not None:
+                device += self._aftermath_ns(batch)
             start = ready
             if start < free[0]:
                 start = free[0]
@@ -240,6 +248,15 @@ class PlainReplica:
                 scheduler.ledger.free_blocks,
             )
         )  # fmt: skip
+
+    def _aftermath_ns(self, batch: Batch) -> Ns:
+        """What this iteration pays for chunks that ran before it; with chunks of its own it leaves something itself."""
+        extra = self._owed.pop() if self._owed else 0
+        if not batch.chunks:
+            return extra
+        if self._leaves is not None:
+            self._owed = merged(self._owed, self._leaves(batch.shape))
+        return 0
 
     def _plain_stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
         cost = self.cost

@@ -187,7 +187,7 @@ class Replica(PlainReplica):
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon, alone = self.now_ns, ahead.next_ns(), ahead.sharers == 1
-        iteration_ns, terms = self._iteration_ns, self._repeat_terms
+        iteration_ns, terms, leaves = self._iteration_ns, self._repeat_terms, self._leaves
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
@@ -204,9 +204,14 @@ class Replica(PlainReplica):
                 continue
             chunks, shape = batch.chunks, batch.shape
             before, after, device, inside = iteration_ns(shape)
+            owing = False
+            if leaves is not None:
+                owing = bool(self._owed)
+                device += self._aftermath_ns(batch)
             end = now + before + device + after
             if (
                 not chunks
+                and not owing
                 and not (alone and end >= horizon)
                 and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
             ):
@@ -305,7 +310,8 @@ class Replica(PlainReplica):
                 return
 
     def _launch(self, batch: Batch) -> None:
-        if self.leaps and not batch.chunks:
+        # What chunks have left to the next iterations is paid one by one.
+        if self.leaps and not batch.chunks and not self._owed:
             quiet = self.scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
                 shape = batch.shape
