@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 WARM_STEPS = 12
 """Decodes of a point before its own step. In a run, contexts have been read hundreds of times: with one step in front,
 3 to 8 decodes of 1,000 tokens took 15 to 40 % longer than with sixteen."""
+FOLLOWERS = 8
+"""Decodes after a point with chunks that are measured too: what it has pushed out of the caches comes back in these."""
 
 
 class Timing(NamedTuple):
     """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
-    gauge_ns: what the speed gauge took just before, 0 without one."""
+    gauge_ns: what the speed gauge took just before, 0 without one. followers: device, processor and wall time of each
+    of the decodes right after, where these were measured."""
 
     shape: BatchShape
     before_ns: Ns
@@ -50,6 +53,7 @@ class Timing(NamedTuple):
     wall_ns: Ns
     executed_rows: int = 0
     gauge_ns: int = 0
+    followers: tuple[tuple[Ns, int, Ns], ...] = ()
 
 
 @dataclass
@@ -88,7 +92,7 @@ class BatchRig(LiveEngine):
                 f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
                 f"plan with --max-model-len {loaded.max_tokens}"
             )
-        longest = min(longest + WARM_STEPS + 4, loaded.max_tokens)
+        longest = min(longest + WARM_STEPS + FOLLOWERS + 4, loaded.max_tokens)
         # A block more for every request: contexts do not fill their last one.
         blocks = most_tokens // block_size + 4096
         room = -(-longest // block_size)
@@ -130,10 +134,15 @@ class BatchRig(LiveEngine):
         finally:
             self.runner.graphs = graphs
 
-    def measure(self, point: Point, before_step: Callable[[], Any] | None = None) -> Timing:
-        """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it)."""
+    def measure(
+        self, point: Point, before_step: Callable[[], Any] | None = None, *, followers: int = 0
+    ) -> Timing:
+        """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it).
+
+        followers: after a step with chunks, also time so many decodes of whoever can decode then.
+        """
         gauge_ns = self.gauge.sample() if self.gauge is not None else 0
-        most = self.scheduler.max_model_len - WARM_STEPS - 3
+        most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
         decodes = [self._enter(max(1, context - warm), 1, 1 << 12) for context in contexts]
@@ -148,10 +157,13 @@ class BatchRig(LiveEngine):
                 # A chunk that samples ends its prompt; any other leaves one token of it.
                 rest = 0 if number < sampling else 1
                 prefix = min(prefix, most - tokens)
-                chunks[self._enter(prefix + tokens + rest, tokens + rest, 8)] = tokens
+                chunks[self._enter(prefix + tokens + rest, tokens + rest, 8 + FOLLOWERS)] = tokens
             if before_step is not None:
                 before_step()
-            return self._step(chunks, point.shape)._replace(gauge_ns=gauge_ns)
+            timing = self._step(chunks, point.shape)
+            steps = [self._step({}) for _ in range(followers if chunks and point.shape.sampled else 0)]
+            after = tuple((step.device_ns, step.cpu_ns, step.wall_ns) for step in steps)
+            return timing._replace(gauge_ns=gauge_ns, followers=after)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
             for cohort in self.scheduler.take_retired():

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from executor.batch_rig import BatchRig, Timing
+from executor.batch_rig import FOLLOWERS, BatchRig, Timing
 from executor.errors import ExecutorError
 from executor.loading import Loaded
 from executor.profile_rows import FAR_OFF, TAKEN_AWAY, iteration_rows, operator_rows, shape_of
@@ -138,7 +138,7 @@ def _run_round(
                 continue
             if (clock.spent_s >= until_s and number) or part[at][0] in long:
                 continue
-            timing = rig.measure(points[part[at][0]])
+            timing = rig.measure(points[part[at][0]], followers=FOLLOWERS)
             if timing.wall_ns > ONCE_ABOVE * plan.budget_s * 1e9:
                 long.add(part[at][0])
             log.add(key, points[part[at][0]].why, timing, clock.spent_s)
@@ -217,6 +217,7 @@ class _Log:
             "key": key, "why": why, "shape": timing.shape, "before_ns": timing.before_ns, "device_ns": timing.device_ns,
             "after_ns": timing.after_ns, "cpu_ns": timing.cpu_ns, "wall_ns": timing.wall_ns, "at_s": round(at_s, 6),
             "executed_rows": timing.executed_rows, "gauge_ns": timing.gauge_ns,
+            "followers": timing.followers,
         }  # fmt: skip
         self.rows.append(entry)
         self.done.add(key)

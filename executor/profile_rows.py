@@ -30,31 +30,47 @@ def shape_of(entry: Mapping[str, Any]) -> BatchShape:
 
 
 def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> list[dict[str, Any]]:
-    """Rows of a profile, one a measurement; outliers flagged by rule (TAKEN_AWAY, FAR_OFF) and kept."""
+    """Rows of a profile, one a measurement and one for each decode timed after it.
+
+    Outliers are flagged by rule (TAKEN_AWAY, FAR_OFF) and kept.
+    """
     quickest: dict[tuple[BatchShape, int], int] = {}
     shapes = [shape_of(entry) for entry in measured]
     for shape, entry in zip(shapes, measured):
         group = (shape, entry["key"][0])
         quickest[group] = min(quickest.get(group, entry["device_ns"]), entry["device_ns"])
+    engine = engine_columns(loaded)
     alone = loaded.device.type == "cpu" and torch.get_num_threads() == 1
     rows = []
     for shape, entry in zip(shapes, measured):
         interrupted = alone and entry["cpu_ns"] < TAKEN_AWAY * entry["wall_ns"]
         far_off = entry["device_ns"] > FAR_OFF * quickest[shape, entry["key"][0]]
         seconds = entry["device_ns"] / 1e9
+        known = {
+            **engine, "rows": max(shape.rows, entry.get("executed_rows", 0)),
+            "chunks": chunk_text(shape.chunks), "decodes": shape.decodes,
+            "decode_context_total": shape.decode_context_total, "decode_context_max": shape.decode_context_max,
+            "dummy_tokens": shape.dummy_tokens, "sampled": shape.sampled, "repeats": 1,
+        }  # fmt: skip
         rows.append(
             {
-                **engine_columns(loaded), "operator": "iteration",
-                "rows": max(shape.rows, entry.get("executed_rows", 0)),
-                "chunks": chunk_text(shape.chunks), "decodes": shape.decodes,
-                "decode_context_total": shape.decode_context_total, "decode_context_max": shape.decode_context_max,
-                "dummy_tokens": shape.dummy_tokens, "sampled": shape.sampled, "repeats": 1,
+                **known, "operator": "iteration", "steps_since": 0,
                 "outlier": int(interrupted or far_off), "median_s": seconds, "min_s": seconds, "max_s": seconds,
                 "host_before_s": entry["before_ns"] / 1e9, "host_after_s": entry["after_ns"] / 1e9,
                 "cpu_s": entry["cpu_ns"] / 1e9, "at_s": entry["at_s"],
                 "gauge_s": entry["gauge_ns"] / 1e9 if entry.get("gauge_ns") else float("nan"),
             }
         )  # fmt: skip
+        for since, (device_ns, cpu_ns, wall_ns) in enumerate(entry.get("followers", ()), 1):
+            seconds = device_ns / 1e9
+            rows.append(
+                {
+                    **known, "operator": "after_chunks", "steps_since": since,
+                    "outlier": int(alone and cpu_ns < TAKEN_AWAY * wall_ns),
+                    "median_s": seconds, "min_s": seconds, "max_s": seconds, "cpu_s": cpu_ns / 1e9,
+                    "at_s": entry["at_s"],
+                }
+            )  # fmt: skip
     return rows
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from profiler.aftermath import in_order
+
 if TYPE_CHECKING:
     from metrics import RunTables
     from profiler.cost_model import CostModel
@@ -221,6 +223,7 @@ class Iterations:
         """Of one live run; `cost` predicts host and device of every iteration's shape."""
         shapes = shapes_of_run(run)
         device = np.sum([cost.predict_ns(shapes, stage) for stage in range(cost.stages)], axis=0)
+        device = device + in_order(cost, shapes)
         host = np.array([sum(cost.host_ns(shape)) for shape in shapes], np.int64)
         return cls(
             (device + host) / 1e9,

@@ -80,6 +80,11 @@ class QuickCostModel(CostModel, Protocol):
         """(stage_ns, send_ns) of every stage."""
         ...
 
+    def aftermath(self, shape: BatchShape) -> list[Ns]:
+        """What a batch with chunks leaves to the iterations after it (one stage): extra device time of each, the first
+        of them last. Whoever runs batches in order carries it on (`profiler.aftermath.merged`)."""
+        ...
+
     def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
         """(start, step, slope, offset, rest) if repeat_ns is int((start + i * step) * slope + offset) + rest.
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
+from profiler.aftermath import after, fit_aftermath
 from profiler.errors import ProfileError
 from profiler.iteration_model import (
     ROW_TERMS,
@@ -88,6 +89,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         rows = rng.integers(len(shapes), size=len(shapes))
         ensemble.append(tuple(_solve(design[rows], seconds[rows], weights[rows]).tolist()))
     observed = table["median_s"].to_numpy() * 1e9
+    prices_after = _aftermath(profile, prices, table["at_s"].to_numpy(), slowness)
     before, after = _host(table, everything, calm, slowness)
     held_out = _held_out(design, seconds, weights, shapes)
     inside = np.abs(design @ prices / (seconds * 1e9) - 1)
@@ -102,6 +104,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         host_after=after,
         bounds=_bounds(shapes),
         resampled=tuple(ensemble),
+        aftermath=tuple(prices_after),
         disturbance=max(0.0, float(observed.sum() / (fitted * slowness).sum()) - 1.0),
         drift=float(np.std(np.log(slowness))),
         errors={
@@ -238,6 +241,28 @@ def _host(
     before = solve(host_amounts(columns).astype(float), table["host_before_s"])
     after = solve(np.stack([np.ones(len(columns)), columns.sampled], axis=1).astype(float), table["host_after_s"])
     return before, after
+
+
+def _aftermath(profile: Profile, prices: Array, at_s: Array, slowness: Array) -> list[float]:
+    """Prices of what chunks leave to the steps after them; the machine's speed is that of the step before."""
+    table = profile.rows_of("after_chunks")
+    table = table[table["outlier"] == 0]
+    if not len(table):
+        return []
+    led = shapes_of(table)
+    order = np.argsort(at_s, kind="stable")
+    at = order[np.clip(np.searchsorted(at_s[order], table["at_s"].to_numpy()), 0, len(order) - 1)]
+    steps = table["steps_since"].to_numpy()
+    shapes = [after(shape) for shape in led]
+    grown = [
+        shape._replace(
+            decode_context_total=shape.decode_context_total + shape.decodes * (step - 1),
+            decode_context_max=shape.decode_context_max + step - 1,
+        )
+        for shape, step in zip(shapes, steps.tolist())
+    ]
+    base = np.maximum(_design(grown) @ prices, 1.0)
+    return fit_aftermath(led, steps, table["median_s"].to_numpy() * 1e9 / slowness[at], base)
 
 
 def _slowness(at_s: Array, excess: Array) -> Array:

@@ -21,6 +21,8 @@ from policies.batch import BatchShape
 from policies.input_file import checked_file, read_json
 from policies.output_file import write_text
 from policies.request import Ns
+from profiler.aftermath import PRICES as AFTERMATH_PRICES
+from profiler.aftermath import extra_ns
 from profiler.errors import ProfileError
 from profiler.shapes import ShapeColumns, attended_pairs
 
@@ -72,9 +74,10 @@ class IterationFit:
     """Prices in nanoseconds a unit, and how sure they are.
 
     row_prices: one per ROW_TERMS; prices: one per AMOUNTS. resampled: rows of [row_prices, prices] fitted to resampled
-    shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). disturbance: mean time lost to
-    whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed between
-    stretches of the measurement. errors: of held-out structures and of the fit itself; noise: of repeats.
+    shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). aftermath: what batches with
+    chunks leave to the steps after them (`profiler.aftermath`), empty where nothing was seen. disturbance: mean time
+    lost to whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed
+    between stretches of the measurement. errors: of held-out structures and of the fit itself; noise: of repeats.
     """
 
     device: str
@@ -87,6 +90,7 @@ class IterationFit:
     host_after: tuple[float, ...]
     bounds: Bounds
     resampled: tuple[tuple[float, ...], ...] = ()
+    aftermath: tuple[float, ...] = ()
     disturbance: float = 0.0
     drift: float = 0.0
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +119,7 @@ class IterationModel:
         self._row_prices = tuple(price * factor for price in fit.row_prices)
         self._host_before = tuple(price * factor for price in fit.host_before)
         self._host_after = tuple(price * factor for price in fit.host_after)
+        self._factor = factor
         self._rows_column: Column = np.zeros(0, np.int64)
         self._rows_ns: list[int] = []
         self._grow(2048)
@@ -170,6 +175,11 @@ class IterationModel:
 
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
         return 0
+
+    def aftermath(self, shape: BatchShape) -> list[Ns]:
+        """Extra device time of the steps after a batch with chunks, the first of them last; empty where there is
+        none."""
+        return extra_ns(self.fit.aftermath, shape, self._factor)
 
     def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
         """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
@@ -335,6 +345,8 @@ def read_fit(path: str | Path) -> IterationFit:
             rows = found if isinstance(found, list) and len(found) <= 1000 else []
             both = counts["row_prices"] + counts["prices"]
             values["resampled"] = tuple(_prices(path, "resampled", row, both) for row in rows)
+        elif entry.name == "aftermath":
+            values["aftermath"] = _prices(path, entry.name, found, AFTERMATH_PRICES) if found else ()
         elif entry.name == "bounds":
             values["bounds"] = _bounds(path, found)
         elif entry.name in ("disturbance", "drift"):

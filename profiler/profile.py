@@ -38,8 +38,13 @@ OPERATORS = (
     "all_reduce",
     "send",
     "iteration",
+    "after_chunks",
 )
-"""Names of the `operator` column. `iteration` is a whole forward pass; `gemm` a linear layer of no particular model."""
+"""Names of the `operator` column.
+
+`iteration` is a whole forward pass, `after_chunks` a decode some steps after one with chunks (the row has the shape of
+the latter); `gemm` is a linear layer of no particular model.
+"""
 
 TEXT_COLUMNS = ("device", "model", "dtype", "backend", "operator", "chunks")
 COUNT_COLUMNS = (
@@ -55,6 +60,7 @@ COUNT_COLUMNS = (
     "decode_context_max",
     "dummy_tokens",
     "sampled",
+    "steps_since",
     "bytes",
     "repeats",
     "outlier",
@@ -80,6 +86,7 @@ COLUMNS = (
     "decode_context_max",
     "dummy_tokens",
     "sampled",
+    "steps_since",
     "bytes",
     "repeats",
     "outlier",
@@ -90,12 +97,12 @@ COLUMNS = (
 
 rows: rows of the operator's input (tokens, or sampled rows for head and sampler). n, k: width out and in of a GEMM, of
 a norm or activation (n elements read a row). chunks: prefill chunks as text, see `chunk_text`. decode_context_*:
-contexts before the step; dummy_tokens, sampled: as in `BatchShape`. bytes: message size of all_reduce and send.
-repeats: measurements behind the row, 0 where unknown. outlier: 1 where the measurer's rule says that something
-disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s and host_after_s (median_s is the
-device's part alone), cpu_s (processor time of the whole of it), at_s (when, since measuring began) and gauge_s (what a
-fixed bit of work took just before, which tells the machine's speed); NaN where unknown. A shape column that does not
-apply is 0, a text column empty.
+contexts before the step; dummy_tokens, sampled: as in `BatchShape`. steps_since: of `after_chunks`, 1 right after.
+bytes: message size of all_reduce and send. repeats: measurements behind the row, 0 where unknown. outlier: 1 where the
+measurer's rule says that something disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s
+and host_after_s (median_s is the device's part alone), cpu_s (processor time of the whole of it), at_s (when, since
+measuring began) and gauge_s (what a fixed bit of work took just before, which tells the machine's speed); NaN where
+unknown. A shape column that does not apply is 0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d{1,9}):(\d{1,9})(?:x(\d{1,9}))?\Z", re.ASCII)

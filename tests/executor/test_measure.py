@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.batch_rig import BatchRig
+from executor.batch_rig import FOLLOWERS, BatchRig
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.live import load_for
@@ -97,7 +97,12 @@ def test_an_interrupted_measurement_goes_on_where_it_stopped(loaded: Loaded, tmp
     with (tmp_path / "p.parquet.log").open("a") as log:
         log.write('{"key": [0, 9')  # a line cut off by a kill
     profile = measure_plan(loaded, plan, out, operators=False, progress=lambda *_: counted.append("again"))
-    assert len(profile.table) == total
+    assert len(profile.rows_of("iteration")) == total
+    # After a batch with chunks whoever can decode does, and is timed too.
+    led = profile.rows_of("after_chunks")
+    assert set(led["steps_since"]) == set(range(1, FOLLOWERS + 1))
+    assert led["chunks"].ne("").all()
+    assert led["sampled"].gt(0).all()
     assert counted.count("again") == total - 5
     with pytest.raises(ExecutorError, match="belongs to another plan"):
         measure_plan(loaded, small_plan(budget_s=30.0, seed=1), out)

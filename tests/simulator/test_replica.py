@@ -107,18 +107,33 @@ def workloads(draw):
     st.sampled_from(["prefill_priority", "chunked", "decode_maximal", "dynamic_chunk", "vllm_v1"]),
     st.integers(10, 60),
     st.booleans(),
+    st.booleans(),
 )
 @settings(max_examples=120, deadline=None)
-def test_a_leaping_run_writes_the_very_tables_of_a_plain_one(trace, policy, num_blocks, impatient):
+def test_a_leaping_run_writes_the_very_tables_of_a_plain_one(trace, policy, num_blocks, impatient, leaving):
     if impatient:
         trace = trace.with_timeout(9.7)
-    cost = ConstantCost(device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777)
+    cost = (Leaving if leaving else ConstantCost)(device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777)
     tables = []
     for leaps in (True, False):
         config = ReplayConfig(policy=policy, num_blocks=num_blocks, block_size=4, leaps=leaps)
         tables.append(replay(trace, config, cost=cost).tables)
     for name in ("requests", "iterations", "tokens", "segments", "stages"):
         assert contents(tables[0], name) == contents(tables[1], name), name
+
+
+class Leaving(ConstantCost):
+    """Chunks leave something to the three steps after them."""
+
+    def aftermath(self, shape: BatchShape) -> list[int]:
+        return [10_000_000, 20_000_000, 1_000_000 * shape.prefill_tokens]
+
+
+def test_what_chunks_leave_is_paid_by_the_decodes_after_them():
+    # One prompt of 40 tokens, then 6 decodes: the first three pay 40, 20 and 10 ms more than a second.
+    run_of_one = run(trace_of([(0, 40, 7)]), Leaving(device_ns=S)).tables
+    device = run_of_one.column("iterations", "device_s")
+    assert device.tolist() == [1.0, 1.04, 1.02, 1.01, 1.0, 1.0, 1.0]
 
 
 def test_leaps_do_happen():
