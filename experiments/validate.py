@@ -234,7 +234,7 @@ class Validation:
             gauge = self.live_side.new_gauge()
             run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks, gauge=gauge)
             if gauge is not None:
-                write_gauge(self._gauge_file(repeat, load, policy), gauge.samples)
+                write_gauge(self._gauge_file(repeat, load, policy), gauge)
             run.write(self._live_folder(repeat, load, policy))
         if todo and not self.settings.engine.is_sharded:
             self._probe(model, plan, "after the last run")
