@@ -107,6 +107,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         aftermath=tuple(prices_after),
         disturbance=max(0.0, float(observed.sum() / (fitted * slowness).sum()) - 1.0),
         drift=float(np.std(np.log(slowness))),
+        phases=_phases(table["at_s"].to_numpy(), np.log(slowness)),
         errors={
             "shapes": float(len(shapes)),
             "fit_median": float(np.median(inside)),
@@ -281,6 +282,18 @@ def _slowness(at_s: Array, excess: Array) -> Array:
         found[rows] = np.median(excess[rows])
     found -= found.mean()
     return np.exp(found) if float(np.std(found)) > STEADY else np.ones(len(at_s))
+
+
+def _phases(at_s: Array, logs: Array) -> float:
+    """How many independent values the stretches' speeds are worth, from how much each resembles the one before; 0 where
+    the machine kept its speed."""
+    if not logs.any():
+        return 0.0
+    ordered = logs[np.argsort(at_s, kind="stable")]
+    series = ordered[np.concatenate([[True], np.diff(ordered) != 0])]
+    apart = series - series.mean()
+    alike = float((apart[1:] * apart[:-1]).sum() / (apart**2).sum())
+    return float(np.clip(len(series) * (1 - alike) / (1 + alike), 3.0, len(series)))
 
 
 def _gauge(table: Any, excess: Array) -> dict[str, float]:
