@@ -264,8 +264,7 @@ class Validation:
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
                     own, gauge = residuals[-1].slowness, self._gauge_file(repeat, load, policy)
-                    gauged = gauged_speed(gauge, model)
-                    if gauged is not None:
+                    if (gauged := gauged_speed(gauge, model)) is not None:
                         result.gauged[name] = (gauged, own)
                     at_live_speed.append(self._at_speed(trace, policy, model, own))
                     wandering = slowness_over_time(gauge, model, int(run.column_ns("iterations", "end_s")[0]))
@@ -392,8 +391,7 @@ class Validation:
 
 
 def _repeated(trace: Trace, count: int) -> Trace:
-    order = np.tile(np.arange(len(trace)), count)
-    return trace.rearranged(order, np.zeros(len(order), np.int64))
+    return trace.rearranged(np.tile(np.arange(len(trace)), count), np.zeros(count * len(trace), np.int64))
 
 
 def _turn(policy: PolicyChoice, load: float, repeat: int) -> str:
