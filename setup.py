@@ -32,7 +32,7 @@ def extensions() -> list:
 
 if WANTED and mypycify is None:
     # pip asks what this build requires.
-    setup(setup_requires=["mypy[mypyc]>=1.18", "numpy", "simpy>=4.1"])
+    setup(setup_requires=["mypy[mypyc]>=2.4", "numpy", "simpy>=4.1"])
 elif WANTED and BUILDS:
     setup(ext_modules=extensions())
 else:

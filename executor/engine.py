@@ -136,6 +136,7 @@ class LiveEngine:
         self._ahead = scheduler.depth > 1
         self._flights: deque[Flight] = deque()
         self._give_up: list[tuple[Ns, int]] = []
+        self._ended: set[int] = set()
         self._origin = 0
         self._since_ns = 0
         self._cpu_since_ns = 0
@@ -348,6 +349,7 @@ class LiveEngine:
 
     def _end(self, track: Track) -> None:
         row = track.request.id
+        self._ended.add(row)
         text = self.runner.texts.pop(row, None)
         if text is not None:
             self.outcome.answers[row] = text.output
@@ -369,10 +371,10 @@ class LiveEngine:
             reason = f"the run was stopped by {self.outcome.stopped_by}"
             self._withdraw(list(self.scheduler.tracks), reason, "aborted")
             now = self.now_ns()
-            recorded = {row for _, row in self.arrivals.rest()}
+            recorded = self._ended | {row for _, row in self.arrivals.rest()}
             for at, row in self.arrivals.rest():
                 self._never_arrived(row, at, reason, now)
-            for row in {f for fs in self.trace.followers().values() for f in fs} - recorded - set(self.outcome.answers):
+            for row in {f for fs in self.trace.followers().values() for f in fs} - recorded:
                 self._never_arrived(row, int(self.trace.arrival_ns[row]), reason, now)
         for part in self.scheduler.queues.parts:
             if not isinstance(part, Track):

@@ -25,7 +25,7 @@ from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
 from executor.warm_up import measure_costs, warm_up
-from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, make_policy, make_scheduler
+from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
 from workloads.trace import Trace
@@ -240,7 +240,14 @@ def _scheduler(
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
-        num_blocks=config.num_blocks or default_blocks(config, loaded, trace, max_model_len),
+        num_blocks=config.num_blocks
+        or default_blocks(
+            config,
+            loaded,
+            trace,
+            max_model_len,
+            most_tokens=config.token_budget or largest_batch(policy, None, max_model_len),
+        ),
         block_size=config.block_size,
         max_model_len=max_model_len,
         token_budget=config.token_budget,

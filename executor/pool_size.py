@@ -19,12 +19,18 @@ SHARE_OF_FREE, SHARE_OF_DEVICE = 0.5, 0.9
 
 
 def default_blocks(
-    config: LiveConfig, loaded: Loaded, trace: Trace, max_model_len: int, use: MemoryUse | None = None
+    config: LiveConfig,
+    loaded: Loaded,
+    trace: Trace,
+    max_model_len: int,
+    use: MemoryUse | None = None,
+    *,
+    most_tokens: int = 2048,
 ) -> int:
     """Blocks for the whole trace at once, if the memory holds them; else what it holds.
 
-    use: what the device holds beside the pool, measured here if not given. Raises ExecutorError if not even the longest
-    request fits.
+    use: what the device holds beside the pool, measured here if not given. most_tokens: of one batch. Raises
+    ExecutorError if not even the longest request fits.
     """
     lengths = trace.prompt_tokens + trace.max_output_tokens
     wanted = int((-(-lengths // config.block_size)).sum()) * 2 + 1  # twice: no watermark shall bite
@@ -33,7 +39,7 @@ def default_blocks(
         use = MemoryUse(free_memory_bytes(loaded.device), 0, 0)  # of rank 0; no rank can run a batch alone
     elif use is None:
         use = measure_use(
-            loaded, most_rows=config.token_budget or 2048, most_sampled=config.max_num_seqs or 256,
+            loaded, most_rows=most_tokens, most_sampled=config.max_num_seqs or 256,
             graph_bytes=graph_bytes(loaded),
         )  # fmt: skip
     block_bytes, beside = loaded.kv_bytes_per_token * config.block_size, 0
@@ -41,7 +47,7 @@ def default_blocks(
     if compression is not None:
         # Everybody's window lies beside the packed pool in full precision.
         rows = min(config.max_num_seqs or 256, len(trace))
-        beside = full_blocks(config, rows, config.token_budget or 2048) * block_bytes
+        beside = full_blocks(config, rows, most_tokens) * block_bytes
         block_bytes = round(compression.packed_bytes_per_token(loaded.spec) * config.block_size)
     if loaded.device.type != "cuda":
         share = config.memory_share or SHARE_OF_FREE

@@ -130,7 +130,7 @@ def in_short(result: Result) -> list[str]:
             f"{sorted(left)[len(left) // 2]:.1%} in the middle of these statistics, {max(left):.1%} at most. The rest "
             "of the error is the level of the costs."
         )
-    found += gauge_in_short(result.gauged)
+    found += gauge_in_short(result.gauged, sum(map(len, result.live.values())))
     found += trust(result.comparisons)
     for family, title in FAMILIES:
         errors = [row for row in result.comparisons if row.statistic == f"{family}_mean"]
@@ -180,9 +180,12 @@ def in_short(result: Result) -> list[str]:
 
 
 def _told_by(result: Result) -> str:
-    if result.gauged:
-        return "a gauge of fixed work beside each live run told"
-    return "the probes right before and after each live run found"
+    gauged, runs = len(result.gauged), sum(map(len, result.live.values()))
+    if not gauged:
+        return "the probes right before and after each live run found"
+    if gauged < runs:  # a short run has too few samples of its gauge
+        return f"a gauge of fixed work beside {gauged} of {runs} live runs told, and the probes around the others found"
+    return "a gauge of fixed work beside each live run told"
 
 
 def ranked_as_told(result: Result) -> int:
@@ -190,14 +193,18 @@ def ranked_as_told(result: Result) -> int:
     return sum(found.agreed for found in rank(result.comparisons, predicted="rescaled"))
 
 
-def gauge_in_short(gauged: Mapping[str, tuple[float, float]]) -> list[str]:
-    """How far the machine moved between runs, and how well the gauge told how slow the runs' own iterations were."""
+def gauge_in_short(gauged: Mapping[str, tuple[float, float]], runs: int | None = None) -> list[str]:
+    """How far the machine moved between runs, and how well the gauge told how slow the runs' own iterations were.
+
+    runs: live runs in all; the gauges of short ones took too few samples to count.
+    """
     if not gauged:
         return []
     told, own = np.array(list(gauged.values())).T
+    whole = "the live runs" if runs in (None, len(gauged)) else f"{len(gauged)} of {runs} live runs"
     apart = np.abs(told / own - 1)
     return [
-        f"Gauge: the machine took {told.min():.2f} to {told.max():.2f} of the profile's time during the live runs "
+        f"Gauge: the machine took {told.min():.2f} to {told.max():.2f} of the profile's time during {whole} "
         f"({np.exp(np.log(told).mean()):.2f} on average); how slow a run's own iterations were it told within "
         f"{np.median(apart):.1%} in the middle, {apart.max():.1%} at most."
     ]

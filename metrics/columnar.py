@@ -1,154 +1,107 @@
 """From buffered events to Arrow columns, vectorised: what a recorder gathered, written in the columns of a run folder.
 
-Plain iterations, stretches and leaps (metrics/stretches.py) are told apart only here: each kind fills its own rows of
-the same columns, in the order in which the events were recorded, as one call per iteration would have done. Nested
-columns are built from flat arrays and offsets, never from dictionaries.
+Plain iterations, stretches and leaps are told apart in metrics/unfolding.py alone. Nested columns are built from flat
+arrays and offsets, never from dictionaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from metrics.columns import ITERATIONS, NESTED, MetricsError, schema, to_seconds
-from metrics.events import (
-    CHUNK_FIELDS,
-    COUNTS,
-    LEAP,
-    NUMBERS,
-    ROW_LENGTH,
-    STRAIGHT,
-    Leaps,
-    Plain,
-    RequestEvent,
-    Stretch,
-)
-from metrics.stretches import Entries, Ints, counts_up, fill_leaps, fill_stretches, ints
+from metrics.columns import ITERATIONS, STATUSES, MetricsError, schema, to_seconds
+from metrics.events import REQUEST, Ended, Leaps, Plain, Straight
+from metrics.unfolding import Entries, Ints, Unfolded, counts_up, flattened, ints, unpacked
 
 _INT32 = np.iinfo(np.int32)
 
 
-def iteration_tables(
-    plain: Plain,
-    straight: tuple[Sequence[bytes], Sequence[Stretch]],
-    leap_rows: Sequence[bytes],
-    leaps: Sequence[tuple[Any, ...]],
-) -> tuple[pa.Table, pa.Table]:
-    """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded.
-
-    straight: rows of `pack_straight` and their stretches. leap_rows: `pack_leap` of every leap's first iteration;
-    leaps: the entries of Leaps for each.
-    """
-    leapt = _together(Leaps, leaps) if leaps else None
-    total = len(plain.rows) + len(straight[0]) + (sum(leapt.steps) if leapt is not None else 0)
-    columns = _empty_columns(total)
-    chunks: list[Entries] = []
-    cohorts: list[Entries] = []
-    # Stages that were given: the rows that have them, their number, and [fields, stages].
-    stages: list[Entries] = []
-    if plain.rows:
-        _fill_plain(columns, plain, chunks, cohorts, stages)
-    if straight[0]:
-        for part, parts in zip(
-            fill_stretches(columns, _unpacked(straight[0], len(STRAIGHT)), straight[1]), (chunks, cohorts)
-        ):
-            parts.append(part)
-    if leapt is not None:
-        steps = ints(leapt.steps)
-        rows = np.repeat(ints(leapt.at), steps) + counts_up(steps)
-        cohorts.append(fill_leaps(columns, _unpacked(leap_rows, len(LEAP)), leapt, rows))
-        done = 0
-        for k, of_leap in zip(leapt.steps, leapt.stages_ns):
-            if of_leap is not None:
-                stages.append((rows[done : done + k], np.full(k, of_leap.shape[1]), of_leap.reshape(-1, 3).T))
-            done += k
-    num_chunks, chunk_entries = _in_order("chunks", total, chunks)
-    num_cohorts, cohort_entries = _in_order("cohorts", total, cohorts)
-    columns["num_chunks"] = num_chunks
-    nested = {
-        "chunks": _list_array("chunks", num_chunks, chunk_entries),
-        "cohorts": _list_array("cohorts", num_cohorts, cohort_entries),
+def iteration_tables(plain: Plain, straight: Straight, leaps: Leaps) -> tuple[pa.Table, pa.Table]:
+    """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded."""
+    rows = Unfolded(plain, straight, leaps)
+    columns: dict[str, Any] = {
+        "iteration": rows.per_row(rows.each("iteration")) + rows.elapsed,
+        "planned_s": to_seconds(rows.planned_ns),
+        "start_s": to_seconds(rows.starts_ns),
+        "end_s": to_seconds(rows.ends_ns),
+        "decode_context_total": rows.per_row(rows.each("decode_context_total"))
+        + rows.elapsed * rows.per_row(rows.each("decodes")),
+        "decode_context_max": rows.per_row(rows.each("decode_context_max")) + rows.elapsed,
+        "free_blocks": rows.free_blocks,
+        "device_s": to_seconds(rows.device_ns),
+        "inside": rows.inside,
+        "chunks": _list_array("chunks", rows.chunks(plain.chunks)),
+        "cohorts": _list_array("cohorts", rows.cohorts(plain.cohorts)),
+        **_measured(plain, rows.rows),
     }
-    return _iteration_table(columns, nested), _stage_table(columns, stages)
+    for name, kind in _COMMON.items():
+        each = rows.each(name)
+        if kind == "float64":
+            columns[name] = rows.per_row(to_seconds(each))
+            continue
+        held = _as_int32("iterations", name, each, rows.at)
+        first = held[0]
+        columns[name] = rows.per_row(held) if (held != first).any() else np.full(rows.rows, first)
+    table = _table("iterations", columns)
+    return table, _stage_table(table, rows, rows.stages(plain))
 
 
-def _fill_plain(
-    columns: dict[str, NDArray[Any]], plain: Plain, chunks: list[Entries], cohorts: list[Entries], stages: list[Entries]
-) -> None:
-    """Fill the rows of plain iterations, and add their chunks, cohorts and stages to the given entries."""
-    matrix = _unpacked(plain.rows, ROW_LENGTH)
-    at = ints(plain.at)
-    counts = dict(zip(COUNTS, matrix[len(NUMBERS) :]))
-    for name, values in zip(NUMBERS, matrix):
-        columns[name][at] = values
-    for position, wall_s, cpu_s in plain.measured:
-        columns["wall_s"][at[position]] = wall_s
-        columns["cpu_s"][at[position]] = cpu_s
-    firsts = matrix[len(NUMBERS) + len(COUNTS) :]
-    flat = _with_firsts(firsts[:CHUNK_FIELDS], counts["chunks"], plain.chunks)
-    columns["chunk_tokens"][at] = _sums(flat[1], counts["chunks"])
-    chunks.append((at, counts["chunks"], flat))
-    cohorts.append((at, counts["cohorts"], _with_firsts(firsts[CHUNK_FIELDS:], counts["cohorts"], plain.cohorts)))
-    if plain.stages:
-        stages.append((at, counts["stages"], _matrix(plain.stages, 3)))
+_DIFFER = {
+    "iteration", "planned_s", "start_s", "end_s", "decode_context_total", "decode_context_max", "free_blocks",
+    "device_s", "inside", "wall_s", "cpu_s", "chunks", "cohorts",
+}  # fmt: skip
+_COMMON = {column.name: column.type for column in ITERATIONS if column.name not in _DIFFER}
+"""The columns that are the same for all rows of an event."""
 
 
-def _together(kind: Any, events: Sequence[tuple[Any, ...]]) -> Any:
-    """Many events as one, each field a sequence of theirs."""
-    return kind(*zip(*events))
+def _measured(plain: Plain, rows: int) -> dict[str, NDArray[np.float64]]:
+    """The columns of live runs; NaN in simulated ones."""
+    wall_s = np.full(rows, np.nan)
+    if not plain.measured:
+        return {"wall_s": wall_s, "cpu_s": wall_s}
+    positions, walls, cpus = zip(*plain.measured)
+    at = ints(plain.at)[list(positions)]
+    cpu_s = wall_s.copy()
+    wall_s[at], cpu_s[at] = walls, cpus
+    return {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
-def _in_order(name: str, total: int, parts: Sequence[Entries]) -> tuple[Ints, Ints]:
-    """A list column's lengths and [fields, entries], for all rows of the table."""
-    lens = np.zeros(total, dtype=np.int64)
-    for rows, counts, _ in parts:
-        lens[rows] = counts
-    flat = np.empty((len(NESTED[name]), int(lens.sum())), dtype=np.int64)
-    starts = np.cumsum(lens) - lens
-    for rows, counts, entries in parts:
-        if len(counts) and counts.max() <= 1:
-            flat[:, starts[rows[counts > 0]]] = entries
-        else:
-            flat[:, _flat_positions(starts, lens, rows)] = entries
-    return lens, flat
+def packed_requests(ended: Ended) -> tuple[bytes, Ints]:
+    """Buffered requests in as little room as they can be kept until the run is over: the rows and [3, segments]."""
+    return b"".join(ended.rows), flattened(ended.segments, 3)
 
 
-def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
-    """The `requests` and `segments` rows of buffered events, in their order; segments of a request in order of time."""
-    fields = _together(RequestEvent, events)
-    requests = fields.request
-    ids = ints([request.id for request in requests])
+def request_tables(parts: Sequence[tuple[bytes, Ints]], ended: Ended) -> tuple[pa.Table, pa.Table]:
+    """The `requests` and `segments` rows of all `packed_requests`, by request; segments of one in order of time.
+
+    ended: what of them is rare.
+    """
+    matrix = unpacked([rows for rows, _ in parts], len(REQUEST))
+    order = np.argsort(matrix[0], kind="stable")
+    values = dict(zip(REQUEST, matrix.take(order, axis=1)))
+    ids, lens = values["request"], values.pop("segments")
     never = -1
     columns: dict[str, Any] = {
-        "request": ids,
-        "replica": ints(fields.replica),
-        "arrival_s": to_seconds(ints([request.arrival_ns for request in requests])),
-        "prompt_tokens": ints([request.prompt_tokens for request in requests]),
-        "output_tokens": ints(fields.output_tokens),
-        "max_output_tokens": ints([request.max_output_tokens for request in requests]),
-        "status": fields.status,
-        "reason": fields.reason,
-        "admitted_s": to_seconds(ints(fields.admitted_ns), never),
-        "first_token_s": to_seconds(ints(fields.first_token_ns), never),
-        "finished_s": to_seconds(ints(fields.finished_ns), never),
-        "preemptions": ints(fields.preemptions),
-        "cached_tokens": ints(fields.cached_tokens),
-        "priority": ints([request.priority for request in requests]),
-        "session": [request.session for request in requests],
-        "slo": [request.slo for request in requests],
+        **values,
+        "arrival_s": to_seconds(values["arrival_s"]),
+        "status": _strings(STATUSES, values["status"]),
+        "reason": _rare(ids, ended.reasons, ""),
+        **{name: to_seconds(values[name], never) for name in ("admitted_s", "first_token_s", "finished_s")},
+        "session": _rare(ids, ended.sessions, None),
+        "slo": _rare(ids, ended.slos, None),
     }
-    lens = _lengths(fields.segments)
-    cohort, from_step, to_step = _flat(fields.segments, 3)
-    replica = np.repeat(columns["replica"], lens)
-    moved = [row for row, replicas in enumerate(fields.segment_replicas) if replicas is not None]
-    if moved:
-        at = _flat_positions(np.cumsum(lens) - lens, lens, ints(moved))
-        replica[at] = ints([r for row in moved for r in fields.segment_replicas[row]])
+    starts = (np.cumsum(matrix[-1]) - matrix[-1])[order]
+    at = np.repeat(starts, lens) + counts_up(lens)
+    cohort, from_step, to_step = (field[at] for field in np.concatenate([part for _, part in parts], axis=1))
+    replica = np.repeat(values["replica"], lens)
+    if ended.segment_replicas:
+        ends = np.cumsum(lens)
+        for row in np.flatnonzero(np.isin(ids, list(ended.segment_replicas))).tolist():
+            replica[ends[row] - lens[row] : ends[row]] = ended.segment_replicas[int(ids[row])]
     segments = {
         "request": np.repeat(ids, lens),
         "replica": replica,
@@ -157,19 +110,6 @@ def request_tables(events: Sequence[RequestEvent]) -> tuple[pa.Table, pa.Table]:
         "to_step": to_step,
     }
     return _table("requests", columns), _table("segments", segments)
-
-
-def ordered_by_request(parts: Sequence[tuple[pa.Table, pa.Table]]) -> tuple[pa.Table, pa.Table]:
-    """All `requests` rows and all `segments` rows, by request."""
-    if not parts:
-        return schema("requests").empty_table(), schema("segments").empty_table()
-    requests, segments = (pa.concat_tables(tables) for tables in zip(*parts))
-
-    def ordered(table: pa.Table) -> pa.Table:
-        order = np.argsort(table.column("request").to_numpy(), kind="stable")
-        return table.take(pa.Array.from_buffers(pa.int64(), len(order), [None, pa.py_buffer(order)]))
-
-    return ordered(requests), ordered(segments)
 
 
 def token_table(cohorts: Sequence[tuple[int, int, Ints]]) -> pa.Table:
@@ -187,62 +127,31 @@ def token_table(cohorts: Sequence[tuple[int, int, Ints]]) -> pa.Table:
     return _table("tokens", columns)
 
 
-def _empty_columns(total: int) -> dict[str, NDArray[Any]]:
-    kinds = {"bool": np.bool_, "float64": np.int64}  # times stay integers until the table is written
-    columns: dict[str, NDArray[Any]] = {
-        c.name: np.zeros(total, dtype=kinds.get(c.type, np.int64)) for c in ITERATIONS if c.type not in NESTED
-    }
-    for measured in ("wall_s", "cpu_s"):
-        columns[measured] = np.full(total, np.nan)
-    return columns
-
-
-def _stage_table(columns: dict[str, NDArray[Any]], given: Sequence[Entries]) -> pa.Table:
+def _stage_table(iterations: pa.Table, rows: Unfolded, given: tuple[Ints, Ints] | None) -> pa.Table:
     """One row per iteration and stage; an iteration without stages of its own has one, busy for its device time."""
-    if not given:
+    if given is None:
+        zeros = np.zeros(rows.rows)
         return _table(
             "stages",
             {
-                "replica": columns["replica"],
-                "stage": np.zeros(len(columns["start_s"]), dtype=np.int64),
-                "iteration": columns["iteration"],
-                "start_s": to_seconds(columns["start_s"]),
-                "end_s": to_seconds(columns["start_s"] + columns["device_s"]),
-                "send_s": np.zeros(len(columns["start_s"])),
+                **{name: iterations.column(name).chunk(0) for name in ("replica", "iteration", "start_s")},
+                "stage": np.zeros(rows.rows, np.int32),
+                "end_s": to_seconds(rows.starts_ns + rows.device_ns),
+                "send_s": zeros,
             },
         )
-    lens = np.ones(len(columns["start_s"]), dtype=np.int64)
-    for rows, counts, _ in given:
-        lens[rows] = np.maximum(counts, 1)
-    starts = np.cumsum(lens) - lens
-    flat = np.zeros((int(lens.sum()), 3), dtype=np.int64)
-    flat[starts, 0] = columns["start_s"]
-    flat[starts, 1] = columns["start_s"] + columns["device_s"]
-    for rows, counts, stages in given:
-        flat[_flat_positions(starts, lens, rows[counts > 0])] = stages.T
+    lens, (starts, ends, sends) = given
     return _table(
         "stages",
         {
-            "replica": np.repeat(columns["replica"], lens),
+            "replica": np.repeat(rows.per_row(rows.each("replica")), lens),
             "stage": counts_up(lens),
-            "iteration": np.repeat(columns["iteration"], lens),
-            "start_s": to_seconds(flat[:, 0]),
-            "end_s": to_seconds(flat[:, 1]),
-            "send_s": to_seconds(flat[:, 2]),
+            "iteration": np.repeat(iterations.column("iteration").chunk(0).to_numpy(), lens),
+            "start_s": to_seconds(starts),
+            "end_s": to_seconds(ends),
+            "send_s": to_seconds(sends),
         },
     )
-
-
-def _iteration_table(columns: dict[str, NDArray[Any]], nested: dict[str, pa.Array]) -> pa.Table:
-    values: dict[str, Any] = dict(nested)
-    for column in ITERATIONS:
-        if column.name in ("wall_s", "cpu_s"):
-            values[column.name] = columns[column.name]
-        elif column.type == "float64":
-            values[column.name] = to_seconds(columns[column.name])
-        elif column.name not in nested:
-            values[column.name] = columns[column.name]
-    return _table("iterations", values)
 
 
 def _table(name: str, columns: dict[str, Any]) -> pa.Table:
@@ -255,82 +164,57 @@ def _array(table: str, field: pa.Field, values: Any) -> pa.Array:
     that takes longer than many a replay."""
     if isinstance(values, pa.Array):
         return values
-    if field.type == pa.string():
-        return _strings(values)
     if field.type == pa.bool_():
         bits = np.packbits(np.asarray(values, dtype=np.bool_), bitorder="little")
         return pa.Array.from_buffers(field.type, len(values), [None, pa.py_buffer(bits)])
-    wanted = field.type.to_pandas_dtype()
     held = np.asarray(values)
-    if held.dtype != wanted:
-        if wanted is np.int32 and len(held) and (held.min() < _INT32.min or held.max() > _INT32.max):
-            at = int(np.argmax((held < _INT32.min) | (held > _INT32.max)))
-            raise MetricsError(f"{table}: row {at}, column {field.name}: found {held[at]}, more than 32 bits hold")
-        held = held.astype(wanted)
+    if field.type == pa.int32() and held.dtype != np.int32:
+        held = _as_int32(table, field.name, held)
     return pa.Array.from_buffers(field.type, len(held), [None, pa.py_buffer(np.ascontiguousarray(held))])
 
 
-def _strings(values: Sequence[str | None]) -> pa.Array:
+def _as_int32(table: str, column: str, values: Ints, rows: Ints | None = None) -> NDArray[np.int32]:
+    """rows: those of the table that the values belong to, if not 0, 1, ..."""
+    if len(values) and (values.min() < _INT32.min or values.max() > _INT32.max):
+        at = int(np.argmax((values < _INT32.min) | (values > _INT32.max)))
+        row = at if rows is None else rows[at]
+        raise MetricsError(f"{table}: row {row}, column {column}: found {values[at]}, more than 32 bits hold")
+    return values.astype(np.int32)
+
+
+def _rare(ids: Ints, texts: dict[int, str], otherwise: str | None) -> pa.Array:
+    """A column of texts that only some requests have."""
+    if not texts:
+        return _strings([otherwise], np.zeros(len(ids), np.int64))
+    return _strings([texts.get(request, otherwise) for request in ids.tolist()])
+
+
+def _strings(values: Sequence[str | None], codes: Ints | None = None) -> pa.Array:
+    """Texts as Arrow has them. codes: the place in `values` of each, if not 0, 1, ..."""
     encoded = [b"" if value is None else value.encode() for value in values]
-    ends = np.cumsum(_lengths(encoded))
-    if len(ends) and ends[-1] > _INT32.max:
-        return pa.array(values, type=pa.string())
-    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    lens = _lengths(encoded)
     valid = np.array([value is not None for value in values], dtype=np.bool_)
+    text = b"".join(encoded)
+    if codes is not None:
+        lens, valid = lens[codes], valid[codes]
+        text = b"".join([encoded[code] for code in codes.tolist()]) if text else b""
+    ends = np.cumsum(lens)
+    if len(ends) and ends[-1] > _INT32.max:
+        return pa.array(values if codes is None else [values[code] for code in codes.tolist()], type=pa.string())
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
     nulls = None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))
-    buffers = [nulls, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
+    return pa.Array.from_buffers(pa.string(), len(lens), [nulls, pa.py_buffer(offsets), pa.py_buffer(text)])
 
 
-def _list_array(name: str, lens: Ints, flat: Ints) -> pa.Array:
+def _list_array(name: str, entries: Entries) -> pa.Array:
+    lens, flat = entries
     list_type = schema("iterations").field(name).type
-    offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    offsets = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=offsets[1:])
     arrays = [_array(name, field, values) for values, field in zip(flat, list_type.value_type)]
     structs = pa.StructArray.from_arrays(arrays, fields=list(list_type.value_type))
     return pa.Array.from_buffers(list_type, len(lens), [None, pa.py_buffer(offsets)], children=[structs])
 
 
-def _flat(nested: Sequence[Sequence[tuple[Any, ...]]], width: int) -> list[Ints]:
-    """The fields of all inner tuples as columns."""
-    total = int(_lengths(nested).sum())
-    values = chain.from_iterable(chain.from_iterable(nested))
-    return list(np.fromiter(values, dtype=np.int64, count=total * width).reshape(total, width).T)
-
-
-def _flat_positions(starts: Ints, lens: Ints, rows: Ints) -> Ints:
-    """Where the elements of the given rows lie in the flat array of a list column."""
-    return np.repeat(starts[rows], lens[rows]) + counts_up(lens[rows])
-
-
-def _sums(values: Ints, lens: Ints) -> Ints:
-    running = np.concatenate([[0], np.cumsum(values)]).astype(np.int64)
-    ends = np.cumsum(lens)
-    sums: Ints = running[ends] - running[ends - lens]
-    return sums
-
-
 def _lengths(sequences: Sequence[Any]) -> Ints:
     return np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
-
-
-def _unpacked(rows: Sequence[bytes], width: int) -> Ints:
-    """Rows of `width` packed numbers as [width, rows]."""
-    return np.frombuffer(b"".join(rows), dtype=np.int64).reshape(-1, width).T
-
-
-def _with_firsts(firsts: Ints, lens: Ints, others: Sequence[int]) -> Ints:
-    """All entries of a list column as [fields, entries]: each row's first one, and the others of those with more."""
-    has = lens > 0
-    starts = (np.cumsum(lens) - lens)[has]
-    flat = np.empty((len(firsts), int(lens.sum())), dtype=np.int64)
-    flat[:, starts] = firsts[:, has]
-    if others:
-        rest = np.ones(flat.shape[1], dtype=np.bool_)
-        rest[starts] = False
-        flat[:, rest] = _matrix(others, len(firsts))
-    return flat
-
-
-def _matrix(values: Sequence[int], width: int) -> Ints:
-    """Rows of `width` numbers, one after the other, as [width, rows]."""
-    return np.fromiter(values, dtype=np.int64, count=len(values)).reshape(-1, width).T

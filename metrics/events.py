@@ -7,15 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from policies.request import Ns, Request
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints = NDArray[np.int64]
+from policies.request import Ns
 
 NUMBERS = (
     "replica", "iteration", "planned_s", "start_s", "end_s", "decodes", "decode_context_total", "decode_context_max",
@@ -47,13 +41,34 @@ STRAIGHT = (
 pack_straight = Struct(f"{len(STRAIGHT)}q").pack
 """The row of an iteration in a stretch as bytes: STRAIGHT, half of what a plain one needs."""
 
+STRETCH = ("at", "first", "replica", "iteration", "planned_s", "inside")
+"""A stretch: iterations of one replica on one stage that follow each other without a gap and are numbered one by one.
+
+at: the row of the table that the first becomes. first: its position among the straight rows; the stretch lasts until
+the next one begins. planned_s: when the first was planned; every other when the one before it ended. inside: for all.
+"""
+
+pack_stretch = Struct(f"{len(STRETCH)}q").pack
+
 LEAP = (
-    "replica", "iteration", "planned_s", "decodes", "decode_context_total", "decode_context_max", "dummy_tokens",
-    "sampled", "executed_rows", "running", "waiting", "host_before_s", "host_after_s",
+    "at", "steps", "replica", "iteration", "planned_s", "decodes", "decode_context_total", "decode_context_max",
+    "dummy_tokens", "sampled", "executed_rows", "running", "waiting", "free_blocks", "host_before_s", "host_after_s",
+    "inside", "cohort", "step",
 )  # fmt: skip
+"""A leap: so many equal iterations on one stage that follow each other without a gap, as the numbers of the first.
+
+at: the row of the table that the first becomes; free_blocks: after its plan.
+"""
 
 pack_leap = Struct(f"{len(LEAP)}q").pack
-"""The numbers of a leap's first iteration as bytes: LEAP."""
+
+REQUEST = (
+    "request", "replica", "arrival_s", "prompt_tokens", "output_tokens", "max_output_tokens", "status", "admitted_s",
+    "first_token_s", "finished_s", "preemptions", "cached_tokens", "priority", "segments",
+)  # fmt: skip
+"""A request that has ended. status: its place in STATUSES; segments: how many it has; times are -1 for never."""
+
+pack_request = Struct(f"{len(REQUEST)}q").pack
 
 
 class Plain(NamedTuple):
@@ -76,57 +91,45 @@ class Plain(NamedTuple):
             held.clear()
 
 
-class Stretch(NamedTuple):
-    """Iterations of one replica on one stage that follow each other without a gap and are numbered one by one.
+class Straight(NamedTuple):
+    """Stretches as a recorder buffers them. rows: of `pack_straight`, of all stretches; stretches: `pack_stretch`."""
 
-    at: the row of the table that the first becomes. first: its position among the straight rows; the stretch lasts
-    until the next one begins. planned_ns: when the first was planned; every other when the one before it ended. inside:
-    holds for all.
-    """
+    rows: list[bytes]
+    stretches: list[bytes]
 
-    at: int
-    first: int
-    replica: int
-    number: int
-    planned_ns: Ns
-    inside: bool
+    def clear(self) -> None:
+        for held in self:
+            held.clear()
 
 
 class Leaps(NamedTuple):
-    """What a recorder keeps of one leap beside its first iteration's numbers.
+    """Leaps as a recorder buffers them.
 
-    at: the row of the table that its first iteration becomes. Sequences have one entry per step; a single number holds
-    for all. starts_ns, device_ns: None where steps follow each other without a gap on one stage: each is planned when
-    the one before it ends (the first at the `planned_s` of the numbers), and its device is busy between the host's
-    times. taken: blocks that the plan of each step after the first took; None where free_blocks has them all.
+    rows: of `pack_leap`. ends, taken: of all leaps' iterations, one leap after the other: when each ended, and the
+    blocks that the plan of the next one took. inside: (position of its first iteration there, one flag each) of leaps
+    whose iterations are not all alike in this.
     """
 
-    at: int
-    steps: int
-    cohort: int
-    first_step: int
-    starts_ns: Ints | None
-    ends_ns: Ints | Sequence[Ns]
-    planned_ns: Ints | None
-    free_blocks: Ints | Sequence[int] | int
-    taken: Sequence[int] | None
-    device_ns: Ints | Ns | None
-    inside: NDArray[np.bool_] | Sequence[bool] | bool
-    stages_ns: Ints | None
+    rows: list[bytes]
+    ends: list[Ns]
+    taken: list[int]
+    inside: list[tuple[int, Sequence[bool]]]
+
+    def clear(self) -> None:
+        for held in self:
+            held.clear()
 
 
-class RequestEvent(NamedTuple):
-    """One call of `Recorder.request`."""
+class Ended(NamedTuple):
+    """Requests as a recorder buffers them.
 
-    request: Request
-    replica: int
-    status: str
-    reason: str
-    output_tokens: int
-    admitted_ns: Ns
-    first_token_ns: Ns
-    finished_ns: Ns
-    preemptions: int
-    cached_tokens: int
-    segments: Sequence[tuple[int, int, int]]
-    segment_replicas: Sequence[int] | None
+    rows: of `pack_request`; segments: of all of them, one request after the other. Rarer things by request id:
+    reasons, sessions, SLO classes, and the replica of each segment where they are not all the request's own.
+    """
+
+    rows: list[bytes]
+    segments: list[tuple[int, int, int]]
+    reasons: dict[int, str]
+    sessions: dict[int, str]
+    slos: dict[int, str]
+    segment_replicas: dict[int, Sequence[int]]

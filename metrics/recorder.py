@@ -11,10 +11,21 @@ import math
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from metrics.columns import STATUSES, MetricsError
-from metrics.events import CHUNK_FIELDS, COHORT_FIELDS, Plain, Stretch, pack_leap, pack_row
+from metrics.events import (
+    CHUNK_FIELDS,
+    COHORT_FIELDS,
+    Ended,
+    Leaps,
+    Plain,
+    Straight,
+    pack_leap,
+    pack_request,
+    pack_row,
+    pack_stretch,
+)  # fmt: skip
 from policies.batch import BatchShape
 from policies.compiling import mypyc_attr
 from policies.request import Ns, Request
@@ -28,6 +39,10 @@ if TYPE_CHECKING:
 _NAN = math.nan
 # A row of a leap takes less than a fourth of the memory of a plain one until it is written.
 _LEAPT_ROWS = 4
+_STATUS_CODES: Final = {status: code for code, status in enumerate(STATUSES)}
+_pack_leap: Final = pack_leap
+_pack_request: Final = pack_request
+_pack_stretch: Final = pack_stretch
 _NO_CHUNK, _NO_COHORT = (0,) * CHUNK_FIELDS, (0,) * COHORT_FIELDS
 
 
@@ -50,19 +65,20 @@ class Recorder:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self.part_rows = part_rows
         self._plain = Plain([], [], [], [], [], [])
-        self._append_row, self._append_at = self._plain.rows.append, self._plain.at.append
-        self._extend_stages = self._plain.stages.extend
+        self._plain_rows, self._plain_at, self._plain_stages = self._plain.rows, self._plain.at, self._plain.stages
         self._rows = 0
         self.straight: list[bytes] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[bytes] = []
         self._leap_rows: list[bytes] = []
-        self._leaps: list[tuple[Any, ...]] = []
+        self._leap_ends: list[Ns] = []
+        self._leap_taken: list[int] = []
+        self._leap_inside: list[tuple[int, Sequence[bool]]] = []
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        # Plain tuples of the fields of RequestEvent.
-        self._requests: list[Any] = []
-        self._request_parts: list[tuple[Any, Any]] = []
+        self._ended = Ended([], [], {}, {}, {}, {})
+        self._requests, self._segments = self._ended.rows, self._ended.segments
+        self._request_parts: list[tuple[bytes, NDArray[np.int64]]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
         self._done = False
 
@@ -118,14 +134,14 @@ class Recorder:
         row: `metrics.events.pack_row` of it. chunks, cohorts: the fields of further ones than the first, one after the
         other; stages: those of all stages.
         """
-        self._append_row(row)
-        self._append_at(self._rows + self._leapt + len(self.straight))
+        self._plain_rows.append(row)
+        self._plain_at.append(self._rows + self._leapt + len(self.straight))
         if chunks:
             self._plain.chunks.extend(chunks)
         if cohorts:
             self._plain.cohorts.extend(cohorts)
         if stages:
-            self._extend_stages(stages)
+            self._plain_stages.extend(stages)
         self._rows += 1
         if self._rows >= self.part_rows:
             self._flush_iterations()
@@ -138,44 +154,10 @@ class Recorder:
         if len(self.straight) >= self.part_rows:
             self._flush_iterations()
         held = len(self.straight)
-        self._stretches.append(Stretch(self._rows + self._leapt + held, held, replica, number, planned_ns, inside))
+        at = self._rows + self._leapt + held
+        self._stretches.append(_pack_stretch(at, held, replica, number, planned_ns, inside))
 
     def leap(
-        self,
-        replica: int,
-        first_number: int,
-        shape: BatchShape,
-        starts_ns: NDArray[np.int64],
-        ends_ns: NDArray[np.int64],
-        cohort: int,
-        first_step: int,
-        running: int,
-        waiting: int,
-        free_blocks_each: NDArray[np.int64] | int,
-        host_before_ns: Ns,
-        host_after_ns: Ns,
-        device_ns_each: NDArray[np.int64] | Ns,
-        inside: NDArray[np.bool_] | bool,
-        *,
-        planned_ns: NDArray[np.int64] | None = None,
-        stages_ns: NDArray[np.int64] | None = None,
-    ) -> None:
-        """k equal decode-only iterations of one cohort at once; the same rows as k calls of `iteration`.
-
-        shape: the first of them; every decode's context is one longer in each that follows.
-        starts_ns, ends_ns, and whatever ends in `_each`: length k (a single number holds for all).
-        planned_ns: when each was planned; host_before_ns before it starts unless given.
-        stages_ns: [k, stages, 3] of (start, end, send); one stage busy for device_ns_each unless given.
-        """
-        self._leap(
-            replica, first_number, shape, 0, running, waiting, host_before_ns, host_after_ns,
-            (
-                len(starts_ns), cohort, first_step, starts_ns, ends_ns, planned_ns, free_blocks_each, None,
-                device_ns_each, inside, stages_ns,
-            ),
-        )  # fmt: skip
-
-    def back_to_back(
         self,
         replica: int,
         first_number: int,
@@ -192,39 +174,32 @@ class Recorder:
         host_after_ns: Ns,
         inside: Sequence[bool] | bool,
     ) -> None:
-        """A `leap` on one stage; each iteration is planned when the one before it ends, the first at planned_ns.
+        """len(ends_ns) equal decode-only iterations of one cohort on one stage; the same rows as so many `iteration`s.
 
-        Whatever is not host time is device time, so the ends say it all. free_blocks: after the plan of the first;
-        taken: what each plan that follows took, that of the iteration after the leap included.
+        shape: the first of them; every decode's context is one longer in each that follows. Each is planned when the
+        one before it ends, the first at planned_ns; whatever is not host time is device time, so the ends say it all.
+        free_blocks: after the plan of the first; taken: what each plan that follows took, that of the iteration after
+        the leap included. inside: one for all, or one each.
         """
-        self._leap(
-            replica, first_number, shape, planned_ns, running, waiting, host_before_ns, host_after_ns,
-            (len(ends_ns), cohort, first_step, None, ends_ns, None, free_blocks, taken, None, inside, None),
-        )  # fmt: skip
-
-    def _leap(
-        self,
-        replica: int,
-        first_number: int,
-        shape: BatchShape,
-        planned_ns: Ns,
-        running: int,
-        waiting: int,
-        host_before_ns: Ns,
-        host_after_ns: Ns,
-        leap: tuple[Any, ...],
-    ) -> None:
-        no_chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
-        if no_chunks:
+        chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        if chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
+        steps = len(ends_ns)
+        if isinstance(inside, bool):
+            alike = inside
+        else:
+            alike = False
+            self._leap_inside.append((self._leapt, inside))
         self._leap_rows.append(
-            pack_leap(
-                replica, first_number, planned_ns, decodes, context_total, context_max, dummy_tokens, sampled,
-                executed_rows, running, waiting, host_before_ns, host_after_ns,
+            _pack_leap(
+                self._rows + self._leapt + len(self.straight), steps, replica, first_number, planned_ns, decodes,
+                context_total, context_max, dummy_tokens, sampled, executed_rows, running, waiting, free_blocks,
+                host_before_ns, host_after_ns, alike, cohort, first_step,
             )
         )  # fmt: skip
-        self._leaps.append((self._rows + self._leapt + len(self.straight), *leap))
-        self._leapt += leap[0]
+        self._leap_ends += ends_ns
+        self._leap_taken += taken
+        self._leapt += steps
         if self._leapt >= self.part_rows * _LEAPT_ROWS:
             self._flush_iterations()
 
@@ -237,7 +212,7 @@ class Recorder:
 
         if not len(times_ns):
             return
-        self._cohorts.append((replica, cohort, np.array(times_ns, dtype=np.int64)))
+        self._cohorts.append((replica, cohort, np.fromiter(times_ns, np.int64, len(times_ns))))
         self._token_rows += len(times_ns)
         if self._token_rows >= self.part_rows:
             self._flush_tokens()
@@ -262,20 +237,31 @@ class Recorder:
         segments: (cohort, from_step, to_step), half-open and in order: its token times are those of the cohorts.
         segment_replicas: the replica of each segment; `replica` for all unless given (a request that moved has more).
         """
-        if status not in STATUSES:
+        if status not in _STATUS_CODES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
+        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
         self._requests.append(
-            (
-                request, replica, status, reason, output_tokens, admitted_ns, first_token_ns, finished_ns, preemptions,
-                cached_tokens, segments, segment_replicas,
+            _pack_request(
+                row, replica, arrival_ns, prompt_tokens, output_tokens, max_output_tokens, _STATUS_CODES[status],
+                admitted_ns, first_token_ns, finished_ns, preemptions, cached_tokens, priority, len(segments),
             )
         )  # fmt: skip
+        self._segments += segments
+        if reason:
+            self._ended.reasons[row] = reason
+        if session is not None:
+            self._ended.sessions[row] = session
+        if slo is not None:
+            self._ended.slos[row] = slo
+        if segment_replicas is not None:
+            self._ended.segment_replicas[row] = segment_replicas
         if len(self._requests) >= self.part_rows:
-            self._flush_requests()
+            self._pack_requests()
 
     def tables(self) -> RunTables:
         """The tables of the run. Ends the recording: a second call raises MetricsError."""
-        from metrics.columnar import ordered_by_request
+        from metrics.columnar import request_tables
+        from metrics.columns import schema
         from metrics.tables import RunTables
 
         if self._done:
@@ -283,32 +269,35 @@ class Recorder:
         self._done = True
         self._flush_iterations()
         self._flush_tokens()
-        self._flush_requests()
-        requests, segments = ordered_by_request(self._request_parts)
+        self._pack_requests()
+        if self._request_parts:
+            requests, segments = request_tables(self._request_parts, self._ended)
+        else:
+            requests, segments = schema("requests").empty_table(), schema("segments").empty_table()
         return RunTables({"requests": requests, "segments": segments, **self._sink.close()})
 
     def _flush_iterations(self) -> None:
         from metrics.columnar import iteration_tables
 
-        if not self._rows and not self._leaps and not self.straight:
+        if not self._rows and not self._leapt and not self.straight:
             return
-        straight = self.straight, self._stretches
-        iterations, stages = iteration_tables(self._plain, straight, self._leap_rows, self._leaps)
+        straight = Straight(self.straight, self._stretches)
+        leaps = Leaps(self._leap_rows, self._leap_ends, self._leap_taken, self._leap_inside)
+        iterations, stages = iteration_tables(self._plain, straight, leaps)
         self._plain.clear()
-        self.straight.clear()
-        self._stretches.clear()
-        self._leap_rows.clear()
-        self._leaps.clear()
+        straight.clear()
+        leaps.clear()
         self._rows = self._leapt = 0
         self._sink.write("iterations", iterations)
         self._sink.write("stages", stages)
 
-    def _flush_requests(self) -> None:
-        from metrics.columnar import request_tables
+    def _pack_requests(self) -> None:
+        from metrics.columnar import packed_requests
 
         if self._requests:
-            self._request_parts.append(request_tables(self._requests))
+            self._request_parts.append(packed_requests(self._ended))
             self._requests.clear()
+            self._segments.clear()
 
     def _flush_tokens(self) -> None:
         from metrics.columnar import token_table

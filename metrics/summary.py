@@ -25,7 +25,7 @@ from metrics.summary_keys import LATENCIES, SUMMARY_KEYS
 from metrics.tables import RunTables
 from metrics.token_times import TokenTimes
 from metrics.utilisation import Work, utilisation
-from metrics.windows import held_ns
+from metrics.windows import held_ns, share_inside
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -246,7 +246,8 @@ def _iterations(
     count, useful, padding = len(tokens), int(tokens.sum()), int(dummies.sum())
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
     held = held_ns(run)[inside_window]
-    device_ns = int(run.column_ns("iterations", "device_s")[inside_window].sum())
+    device_ns = run.column_ns("iterations", "device_s")[inside_window]
+    busy_s = math.fsum((device_ns * share_inside(run, start_s)[inside_window]).tolist()) / 1e9
     host_ns = sum(
         int(run.column_ns("iterations", f"host_{when}_s")[inside_window].sum()) for when in ("before", "after")
     )
@@ -263,8 +264,8 @@ def _iterations(
         dummy_share=_ratio(padding, useful + padding),
         graph_padding_rows=int(np.maximum(column("executed_rows") - tokens - dummies, 0).sum()),
         host_s_total=host_ns / 1e9,
-        device_s_total=device_ns / 1e9,
-        device_busy_share=_ratio(device_ns / 1e9, stage_seconds(stays, start_s, end_s)),
+        device_s_total=int(device_ns.sum()) / 1e9,
+        device_busy_share=_ratio(busy_s, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count),
         kv_blocks=blocks,
     )

@@ -81,8 +81,7 @@ class RunTables:
 
     def column(self, table: str, name: str) -> NDArray[Any]:
         """One column as a numpy array (strings as objects); not for the nested columns."""
-        values: NDArray[Any] = self.table(table, [name]).column(name).to_numpy()
-        return values
+        return as_numpy(self.table(table, [name]).column(name))
 
     def column_ns(self, table: str, name: str) -> Ints:
         """One column of times as integer nanoseconds."""
@@ -113,6 +112,43 @@ class RunTables:
 
         nested = self.table("iterations", [name]).column(name)
         flat = pc.list_flatten(nested)
-        rows = np.repeat(np.arange(len(nested)), pc.list_value_length(nested).to_numpy())
-        fields = {field.name: pc.struct_field(flat, field.name).to_numpy() for field in flat.type}
+        rows = np.repeat(np.arange(len(nested)), as_numpy(pc.list_value_length(nested)))
+        fields = {field.name: as_numpy(pc.struct_field(flat, field.name)) for field in flat.type}
         return {"row": rows, **fields}
+
+
+def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:
+    """A column as a numpy array of its own, strings as objects, null as None.
+
+    Straight from memory where it can be: pyarrow's `to_numpy` loads pandas first, longer than many a replay takes.
+    """
+    import pyarrow as pa
+
+    types, kind = pa.types, column.type
+    parts: list[NDArray[Any]] = []
+    for chunk in column.chunks:
+        start, end = chunk.offset, chunk.offset + len(chunk)
+        if types.is_string(kind):
+            coded = chunk.dictionary_encode()
+            texts = np.array([*coded.dictionary.to_pylist(), None], dtype=object)
+            valid, codes = coded.indices.buffers()
+            start, end = coded.indices.offset, coded.indices.offset + len(chunk)
+            places = np.frombuffer(codes, np.int32, count=end)[start:]
+            if coded.indices.null_count:
+                places = np.where(_bits(valid, start, end), places, len(texts) - 1)
+            parts.append(texts[places])
+        elif column.null_count or not (types.is_primitive(kind) and not types.is_temporal(kind)):
+            values: NDArray[Any] = column.to_numpy()
+            return values
+        elif types.is_boolean(kind):
+            parts.append(_bits(chunk.buffers()[1], start, end))
+        else:
+            parts.append(np.frombuffer(chunk.buffers()[1], kind.to_pandas_dtype(), count=end)[start:])
+    if not parts:
+        empty: NDArray[Any] = np.empty(0, object if types.is_string(kind) else kind.to_pandas_dtype())
+        return empty
+    return np.concatenate(parts)
+
+
+def _bits(buffer: Any, start: int, end: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(buffer, np.uint8), count=end, bitorder="little")[start:].view(np.bool_)

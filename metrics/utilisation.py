@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from metrics.columns import MetricsError
 from metrics.fleet import Presence, device_seconds, devices_per_stage
 from metrics.tables import RunTables
+from metrics.windows import share_inside
 
 Floats = NDArray[np.float64]
 Work = Mapping[str, float] | Floats | Callable[[RunTables], Floats]
@@ -44,15 +45,15 @@ def utilisation(
     found: dict[str, float] = {}
     if not peaks:
         return found
-    inside_window = run.column("iterations", "end_s") > start_s
+    inside = share_inside(run, start_s)
     # A stage's devices are busy for its share of the device time.
-    replica, device_s = (run.column("iterations", name)[inside_window] for name in ("replica", "device_s"))
-    busy_s = float((device_s * devices_per_stage(stays, replica)).sum())
+    replica, device_s = (run.column("iterations", name) for name in ("replica", "device_s"))
+    busy_s = float((device_s * inside * devices_per_stage(stays, replica)).sum())
     there_s = device_seconds(stays, start_s, end_s)
     for name, work, peak in (("mfu", model_flops, "peak_flops"), ("mbu", model_bytes, "peak_bytes_per_s")):
         if work is None or peak not in peaks:
             continue
-        done = float(work_per_iteration(run, work)[inside_window].sum())
+        done = float((work_per_iteration(run, work) * inside).sum())
         found[name] = share_of_peak(done, peaks[peak], there_s)
         found[f"{name}_busy"] = share_of_peak(done, peaks[peak], busy_s)
     return found

@@ -7,7 +7,7 @@ from policies.batch import Batch, BatchShape, Chunk, Decodes
 from policies.block_ledger import BlockLedger
 from policies.cohort import Cohort
 from policies.draft import Draft
-from policies.engine import make_scheduler
+from policies.engine import largest_batch, make_scheduler
 from policies.errors import PolicyError
 from policies.host import Host
 from policies.ledger import CountingLedger, KVLedger, KVView
@@ -21,5 +21,5 @@ from policies.track import Track
 __all__ = [
     "NS_PER_S", "Batch", "BatchShape", "BlockLedger", "Chunk", "Cohort", "CountingLedger", "Decodes", "Draft", "Host",
     "KVLedger", "KVView", "MemoryRule", "Ns", "Outcome", "Policy", "PolicyError", "Queues", "Request", "Scheduler",
-    "Track", "knob", "knobs_of", "make_policy", "make_scheduler", "policy_class", "policy_names",
+    "Track", "knob", "knobs_of", "largest_batch", "make_policy", "make_scheduler", "policy_class", "policy_names",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from policies.compiling import mypyc_attr
 from policies.parts import BatchShape, Chunk, Decodes
 from policies.request import Ns
 
@@ -17,6 +18,7 @@ NEVER = -1
 __all__ = ["Batch", "BatchShape", "Chunk", "Decodes"]
 
 
+@mypyc_attr(acyclic=True)
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
 

@@ -15,12 +15,13 @@ from typing import Literal
 
 from policies.block_names import BlockNames, TraceNames
 from policies.errors import PolicyError
+from policies.ledger import KVLedger
 from policies.track import Track
 
 FreeOrder = Literal["0.19", "0.32"]
 
 
-class BlockLedger:
+class BlockLedger(KVLedger):
     """Hands out block ids 1..total_blocks (0 is the null block and never handed out).
 
     total_blocks: usable blocks, the null block not counted.
@@ -28,8 +29,6 @@ class BlockLedger:
         with the same prefix, by a later turn of the same session, or by their own request after a preemption.
     names: what tells equal contents (see `policies.block_names`); a trace's hashes and sessions by default.
     """
-
-    by_id = True
 
     def __init__(
         self,
@@ -45,8 +44,9 @@ class BlockLedger:
             raise PolicyError(f"KV pool: found {total_blocks} blocks of {block_size} tokens, expected at least 1 of 1")
         if free_order not in ("0.19", "0.32"):
             raise PolicyError(f"free order: found {free_order!r}, expected '0.19' or '0.32'")
+        self.by_id = True
         self.block_size = block_size
-        self.total_blocks = total_blocks
+        self.total_blocks = self.free_blocks = total_blocks
         self.prefix_caching = prefix_caching
         self.free_order = free_order
         self.longest = longest
@@ -63,13 +63,6 @@ class BlockLedger:
         self._looked: tuple[Track | None, int, int] = (None, 0, 0)
         self._found: list[int] = []
 
-    @property
-    def free_blocks(self) -> int:
-        return len(self._free)
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def cached_tokens(self, track: Track) -> int:
         return max(len(self._hits(track)) * self.block_size, track.computed)
 
@@ -84,6 +77,7 @@ class BlockLedger:
         for index, block in enumerate(hits):
             if not self._users[block]:
                 del self._free[block]
+                self.free_blocks -= 1
             self._users[block] += 1
             name = self._names.name(track, index, self.block_size)
             if self._hash_of[block] != name:
@@ -125,6 +119,7 @@ class BlockLedger:
             self._users[block] -= 1
             if self._users[block]:
                 continue
+            self.free_blocks += 1
             if block in self._hash_of or self.free_order == "0.19":
                 self._free[block] = None
             else:
@@ -158,6 +153,7 @@ class BlockLedger:
 
     def _append(self, track: Track, table: array[int]) -> None:
         block, _ = self._free.popitem(last=False)
+        self.free_blocks -= 1
         if block in self._hash_of:
             self._unname(block)
         self._users[block] = 1

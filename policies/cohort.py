@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from policies.batch import Decodes
 from policies.request import Ns
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from policies.ledger import KVLedger
 
 _by_order = attrgetter("order")
-# A named tuple made without its own constructor, which costs more than all the rest of a step.
-_new = tuple.__new__
+# A named tuple made without its own constructor, which costs more than all the rest of a step. Final, as whatever a hot
+# path uses of other modules, because compiled code then finds it without looking it up by name.
+_new: Final = tuple.__new__
+_Decodes: Final = Decodes
+_heappush: Final = heappush
 
 
 class Cohort:
@@ -132,7 +135,7 @@ class Cohort:
             by_base[:] = [(-member.base, member.order, member) for member in members]
             heapify(by_base)
         else:
-            heappush(by_base, (-base, track.order, track))
+            _heappush(by_base, (-base, track.order, track))
         block_size = self.block_size
         grows = track.blocks * block_size - base
         if self.by_id or grows >= planned + block_size:
@@ -143,7 +146,7 @@ class Cohort:
         ending = self.ends_at.get(end)
         if ending is None:
             self.ends_at[end] = {track: None}
-            heappush(self._end_steps, end)
+            _heappush(self._end_steps, end)
         else:
             ending[track] = None
 
@@ -211,7 +214,7 @@ class Cohort:
                 ledger.take(growth)
         self.planned = step + 1
         self.context_total = total + size
-        return _new(Decodes, (self, step, size, total, step + self.longest_base))
+        return _new(_Decodes, (self, step, size, total, step + self.longest_base))
 
     def plan_steps(self, steps: int, ledger: KVLedger) -> list[int]:
         """Plan `steps` steps at once, for which there have to be blocks; returns the blocks that each of them took."""

@@ -7,10 +7,11 @@ so that a policy is nothing but the order in which it asks. A grant reserves its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from policies.batch import Batch, BatchShape, Chunk, Decodes
 from policies.cohort import Cohort
+from policies.compiling import mypyc_attr
 from policies.errors import PolicyError
 from policies.request import Ns
 from policies.swap import Preemption
@@ -19,12 +20,16 @@ from policies.track import Track
 if TYPE_CHECKING:
     from policies.scheduler import Scheduler
 
-UNLIMITED = 1 << 60
+UNLIMITED: Final = 1 << 60
 
-# A named tuple made without its own constructor, which costs more than all the rest of a grant.
-_new = tuple.__new__
+# A named tuple made without its own constructor, which costs more than the rest of a grant. Final, as whatever a hot
+# path uses of other modules, because compiled code then finds it without looking it up by name.
+_new: Final = tuple.__new__
+_Chunk: Final = Chunk
+_BatchShape: Final = BatchShape
 
 
+@mypyc_attr(acyclic=True, free_list_len=1)
 class Draft:
     """One plan; what it has been granted when the policy returns is the batch.
 
@@ -93,8 +98,8 @@ class Draft:
         queues = scheduler.queues
         if at_most is None:
             at_most = queues.num_running
-            if scheduler.host.micro_batches > 1:
-                at_most = -(-at_most // scheduler.host.micro_batches)
+            if scheduler.micro_batches > 1:
+                at_most = -(-at_most // scheduler.micro_batches)
         for cohort in queues.cohorts:
             # Counted anew each time: a victim may have been granted its decode before.
             while cohort.size and (left := at_most - self.decodes) > 0 and self.budget_left > 0:
@@ -131,7 +136,7 @@ class Draft:
         track.chunks_in_flight += 1
         scheduler.queues.prefill_tokens -= granted
         self.budget_left -= granted
-        chunk = _new(Chunk, (track, granted, prefix, context == track.own_known))
+        chunk = _new(_Chunk, (track, granted, prefix, context == track.own_known))
         self.chunks.append(chunk)
         self.parts.append(chunk)
         return granted
@@ -255,7 +260,7 @@ class Draft:
             _, tokens, prefix, samples = chunks[0]
             _, _, decodes, total, deepest = grown[0]
             shape = _new(
-                BatchShape,
+                _BatchShape,
                 (((tokens, prefix),), decodes, total, deepest, self.dummy_tokens, decodes + samples, 0),
             )
         else:
@@ -283,7 +288,7 @@ class Draft:
             deepest = max([part[4] for part in grown])
         else:
             total = deepest = 0
-        return _new(BatchShape, (pairs, decodes, total, deepest, self.dummy_tokens, sampled, 0))
+        return _new(_BatchShape, (pairs, decodes, total, deepest, self.dummy_tokens, sampled, 0))
 
     def _refuse_if_not_chased(self, cohort: Cohort) -> None:
         scheduler = self._scheduler
@@ -305,7 +310,7 @@ class Draft:
         scheduler.queues.prefill_tokens -= tokens
         self.budget_left -= tokens
         samples = context == track.own_known
-        chunk = _new(Chunk, (track, tokens, prefix, samples))
+        chunk = _new(_Chunk, (track, tokens, prefix, samples))
         self.chunks.append(chunk)
         self.parts.append(chunk)
 

@@ -115,6 +115,11 @@ class DynamicChunk(Policy):
         rows = int(tokens + beside + 1e-6) // host.tile * host.tile
         return min(most, max(least, rows))
 
+    def largest_chunk(self) -> int:
+        if self.rule == "pd_ratio":
+            return max(self.large, self.middle, self.small)
+        return self.first if self.rule == "prefix_aware" else self.largest
+
     def default_max_num_seqs(self) -> int | None:
         return None
 

@@ -15,6 +15,19 @@ from policies.request import Ns
 from policies.scheduler import Scheduler
 from policies.swap import Swap
 
+LEAST_ROOM = 2048
+"""Tokens that an engine warms up with at least, whatever it is asked to run (vLLM's default budget)."""
+
+
+def largest_batch(policy: Policy, token_budget: int | None, max_model_len: int) -> int:
+    """Tokens of the batch that memory has to leave room for: the budget, or one whole prompt where there is none.
+
+    Without a budget several whole prompts may meet and need more; who fears that gives a budget.
+    """
+    budget = policy.default_token_budget(max_model_len) if token_budget is None else token_budget
+    limits = [limit for limit in (budget, policy.largest_chunk()) if limit is not None]
+    return max(LEAST_ROOM, min(limits, default=max_model_len))
+
 
 def make_scheduler(
     policy: Policy,

@@ -7,6 +7,7 @@ done. Whoever samples a first token joins the cohort beside it; cohorts that hav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from policies.admission import AdmissionControl
 from policies.batch import Batch, BatchShape, Chunk, Decodes
@@ -20,11 +21,19 @@ from policies.request import Ns
 from policies.swap import Swap
 from policies.track import Track
 
-_new = tuple.__new__
+# A named tuple made without its own constructor, which costs more than all the rest of a plan. Final, as whatever a hot
+# path uses of other modules, because compiled code then finds it without looking it up by name.
+_new: Final = tuple.__new__
+_BatchShape: Final = BatchShape
+_Chunk: Final = Chunk
+_Decodes: Final = Decodes
 
 
 class Lockstep:
-    """The running work of one scheduler. retired: cohorts that died, their token times to be taken away."""
+    """The running work of one scheduler. retired: cohorts that died, their token times to be taken away.
+
+    micro_batches, chase_decodes, repeats, repeats_chunks: what host and policy say, looked up once.
+    """
 
     policy: Policy
     ledger: KVLedger
@@ -34,6 +43,10 @@ class Lockstep:
     swap: Swap | None
     alarm_ns: Ns | None
     retired: list[Cohort]
+    micro_batches: int
+    chase_decodes: bool
+    repeats: bool
+    repeats_chunks: bool
     _cohorts: int
     _batches: int
     _only_now: bool
@@ -43,12 +56,12 @@ class Lockstep:
     def quiet_steps(self, batch: Batch) -> int:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         grown = batch.grown
-        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.policy.repeats:
+        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.repeats:
             return 0
         if batch.preempted or batch.swap_out or self.alarm_ns is not None or self._only_now:
             return 0
         cohort, _, size, _, _ = grown[0]
-        if size != cohort.size or self.queues.in_flight_batches != 1 or self.host.chase_decodes:
+        if size != cohort.size or self.queues.in_flight_batches != 1 or self.chase_decodes:
             return 0
         steps = cohort.steps_to_next_end()
         return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
@@ -71,10 +84,10 @@ class Lockstep:
             batch.new_blocks = ledger.take_new_blocks()
         total += steps * size
         longest += steps
-        part = Decodes(cohort, step + steps, size, total, longest)
+        part = _new(_Decodes, (cohort, step + steps, size, total, longest))
         batch.parts = [part]
         batch.grown = [part]
-        batch.shape = BatchShape((), size, total, longest, batch.shape[4], size)
+        batch.shape = _new(_BatchShape, ((), size, total, longest, batch.shape[4], size, 0))
         self.queues.decode_tokens_promised -= steps * size
         return taken
 
@@ -93,7 +106,7 @@ class Lockstep:
         ledger, queues = self.ledger, self.queues
         prefix += tokens
         context = prefix + tokens
-        if samples or context >= track.own_known or not self.policy.repeats_chunks:
+        if samples or context >= track.own_known or not self.repeats_chunks:
             return False
         if batch.preempted or self.alarm_ns is not None or self._only_now:
             return False
@@ -119,10 +132,10 @@ class Lockstep:
             ledger.extend(track, context)
         track.own_context = context
         track.chunks_in_flight = 1
-        chunk = _new(Chunk, (track, tokens, prefix, False))
+        chunk = _new(_Chunk, (track, tokens, prefix, False))
         batch.chunks = [chunk]
         batch.parts = [*batch.grown, chunk]
-        batch.shape = _new(BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.shape = _new(_BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
         batch.number = self._batches
         self._batches += 1
         batch.planned_ns = now_ns
@@ -137,7 +150,7 @@ class Lockstep:
         grown = batch.grown
         if batch.chunks or len(grown) != 1 or batch.preempted or self.alarm_ns is not None or self._only_now:
             return
-        if not self.policy.repeats_in_pipelines or self.host.chase_chunks or self.host.chase_decodes:
+        if not self.policy.repeats_in_pipelines or self.host.chase_chunks or self.chase_decodes:
             return
         if self.ledger.by_id or self.admission is not None or self.swap is not None:
             return
@@ -163,7 +176,7 @@ class Lockstep:
         _, _, decodes, total, longest = step
         batch.grown = [step]
         batch.parts = [step]
-        batch.shape = _new(BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.shape = _new(_BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0))
         batch.number = self._batches
         self._batches += 1
         batch.planned_ns = now_ns
@@ -225,7 +238,7 @@ class Lockstep:
         grown = batch.grown
         cohort: Cohort | None = None
         at = parts.index(track)
-        if self.host.micro_batches > 1:
+        if self.micro_batches > 1:
             cohort = grown[0][0] if grown else None
         elif at and grown and parts[at - 1] is grown[0][0]:
             # The rule: admitted after the only cohort.
@@ -252,7 +265,7 @@ class Lockstep:
         """Cohorts of one batch that are idle now move in lockstep from here on."""
         parts = self.queues.parts
         self._drop_empty_parts()
-        if self.host.micro_batches > 1:
+        if self.micro_batches > 1:
             idle = [cohort for cohort in cohorts if cohort.size and not cohort.in_flight]
             for other in idle[1:]:
                 idle[0] = self._merge_two(idle[0], other)

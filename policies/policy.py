@@ -58,6 +58,10 @@ class Policy:
         """Token budget where the user gives none; None for no limit beyond the policy's own knobs."""
         return None
 
+    def largest_chunk(self) -> int | None:
+        """Most rows of a batch by the policy's own knobs; None where whole prompts are taken as they come."""
+        return getattr(self, "chunk_size", None)
+
     def default_max_num_seqs(self) -> int | None:
         """Most admitted requests where the user gives none; None for no limit but memory."""
         return 256

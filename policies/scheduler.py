@@ -65,6 +65,8 @@ class Scheduler(Lockstep):
         self.policy = policy
         self.ledger = ledger
         self.host = host if host is not None else Host()
+        self.micro_batches, self.chase_decodes = self.host.micro_batches, self.host.chase_decodes
+        self.repeats, self.repeats_chunks = policy.repeats, policy.repeats_chunks
         self.token_budget = UNLIMITED if token_budget is None else token_budget
         self.max_num_seqs = UNLIMITED if max_num_seqs is None else max_num_seqs
         self.max_model_len = UNLIMITED if max_model_len is None else max_model_len
@@ -92,7 +94,7 @@ class Scheduler(Lockstep):
     @property
     def depth(self) -> int:
         """Batches that may be in flight at once: one a micro-batch, and one more where planning runs ahead."""
-        return self.host.micro_batches + self.host.chase_decodes
+        return self.micro_batches + self.chase_decodes
 
     # Requests come and go
 
@@ -215,7 +217,7 @@ class Scheduler(Lockstep):
     def plan(self, now_ns: Ns) -> Batch | None:
         """Let the policy write the next batch. None: nothing to run now (see `alarm_ns`, `reject_stuck`)."""
         queues = self.queues
-        if self.host.chase_decodes and queues.in_flight_batches:
+        if self.chase_decodes and queues.in_flight_batches:
             self._set_exhausted_aside()
         policy, ledger, host = self.policy, self.ledger, self.host
         while True:
@@ -249,7 +251,7 @@ class Scheduler(Lockstep):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
-        if host.micro_batches > 1:
+        if self.micro_batches > 1:
             self.mark_repeatable(batch)
         return batch
 
@@ -281,7 +283,8 @@ class Scheduler(Lockstep):
             chunk[0].chunks_in_flight -= 1
         finished: Sequence[Track] = ()
         grown = batch.grown
-        for cohort, step, _, _, _ in grown:
+        for part in grown:
+            cohort, step = part[0], part[1]
             times = cohort.times
             assert len(times) == step, "batches complete in plan order"
             times.append(now_ns)

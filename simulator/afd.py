@@ -252,16 +252,18 @@ def _without_attention(shape: BatchShape) -> BatchShape:
 
 
 def attention_blocks(
-    model: ModelSpec, hardware: Hardware, apart: Apart, *, dtype: str, kv_dtype: str, block_size: int, share: float
+    model: ModelSpec, hardware: Hardware, apart: Apart, *, dtype: str, kv_dtype: str, block_size: int, share: float,
+    activation_tokens: int = 2048, max_num_seqs: int = 256,
 ) -> int:
     """KV blocks of a replica: the attention group holds no FFN weights. Raises SimulationError where one does not fit.
 
-    share: of the device's memory that may be used.
+    share: of the device's memory that may be used. activation_tokens, max_num_seqs: of the largest batch.
     """
     ffn = sum(gemm.n * gemm.k for gemm in model.gemms(apart.attention) if gemm.name in FFN_OPERATORS)
     weights = model.weight_bytes(dtype, apart.attention) - model.layers * ffn * dtype_bytes(dtype)
     usable = int(hardware.memory_bytes * share)
-    left = usable - weights - activation_bytes(model, dtype, apart.attention, 2048, 256) - RUNTIME_BYTES
+    activations = activation_bytes(model, dtype, apart.attention, activation_tokens, max_num_seqs)
+    left = usable - weights - activations - RUNTIME_BYTES
     kv = model.kv_bytes_per_token(kv_dtype, apart.attention) * block_size
     if left < kv:
         raise SimulationError(
@@ -271,12 +273,14 @@ def attention_blocks(
     return int(left // kv)
 
 
-def check_ffn_fits(model: ModelSpec, hardware: Hardware, apart: Apart, *, dtype: str, share: float) -> None:
+def check_ffn_fits(
+    model: ModelSpec, hardware: Hardware, apart: Apart, *, dtype: str, share: float, activation_tokens: int = 2048
+) -> None:
     """Raise SimulationError unless the FFN weights fit on their group."""
     ffn = sum(gemm.n * gemm.k for gemm in model.gemms(apart.ffn) if gemm.name in FFN_OPERATORS)
     weights = model.layers * ffn * dtype_bytes(dtype)
     usable = int(hardware.memory_bytes * share)
-    if weights + activation_bytes(model, dtype, apart.ffn, 2048, 0) + RUNTIME_BYTES > usable:
+    if weights + activation_bytes(model, dtype, apart.ffn, activation_tokens, 0) + RUNTIME_BYTES > usable:
         raise SimulationError(
             f"--afd: the FFN of {model.name} does not fit on {apart.ffn} x {hardware.name}: "
             f"{weights / 2**30:.1f} GiB of weights a device, {usable / 2**30:.1f} GiB usable"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from simpy import Event
 
@@ -10,6 +11,10 @@ from policies import Ns, Request
 from simulator.clock import Nanoseconds
 from simulator.moment import ARRIVAL, Moment
 from workloads import Trace
+
+# A named tuple made without its own constructor, which costs more than all the rest of an arrival.
+_new: Final = tuple.__new__
+_Request: Final = Request
 
 
 class Arrivals:
@@ -33,9 +38,10 @@ class Arrivals:
         self.arrived = 0
         self._followers = trace.followers()
         self._open = list(range(len(trace))) if not self._followers else self._open_rows(trace)
-        self._times = trace.arrival_ns.tolist()
-        self._request = trace.request_maker()
-        self._outputs = trace.output_tokens.tolist()
+        self._times: list[Ns] = trace.arrival_ns.tolist()
+        self._outputs: list[int] = trace.output_tokens.tolist()
+        # Prompts and declared limits, where a request is nothing but these.
+        self._plain = trace.plain_lengths()
         self._impatient = trace.abort_ns is not None
         self._next = 0
         # One event for all arrivals, put back into the queue each time.
@@ -52,7 +58,7 @@ class Arrivals:
         for follower in self._followers.get(row, ()):
             assert self.trace.think_ns is not None
             delay = int(self.trace.think_ns[follower])
-            Moment(self.env, delay, lambda event, row=follower: self._arrive(row), ARRIVAL)  # type: ignore[misc]
+            Moment(self.env, delay, lambda event, row=follower: self._arrive(row, self.env.now), ARRIVAL)  # type: ignore[misc]
 
     def _schedule_next(self) -> None:
         if self._next < len(self._open):
@@ -69,14 +75,17 @@ class Arrivals:
         while self._next < len(rows) and times[rows[self._next]] <= now:
             row = rows[self._next]
             self._next += 1
-            self._arrive(row)
+            self._arrive(row, now)
         self._schedule_next()
 
-    def _arrive(self, row: int) -> None:
-        now: Ns = self.env.now
-        request = self._request(row)
-        if request.arrival_ns != now:
-            request = request._replace(arrival_ns=now)
+    def _arrive(self, row: int, now: Ns) -> None:
+        if self._plain is not None:
+            prompts, limits = self._plain
+            request = _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
+        else:
+            request = self.trace.request(row)
+            if request.arrival_ns != now:
+                request = request._replace(arrival_ns=now)
         self.arrived += 1
         if self._impatient:
             patience = self.trace.timeout_ns(row)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 else:
     Nanoseconds = Environment
 
-_GARBAGE_THRESHOLD = 200_000
+FAR: Ns = (1 << 62) - 1
+"""Later than anything that happens."""
+
+_GARBAGE_THRESHOLD = 1_000_000
 
 
 class VirtualTime(Nanoseconds):
@@ -37,6 +40,11 @@ class VirtualTime(Nanoseconds):
     def __init__(self, initial_time: int = 0) -> None:
         super().__init__(initial_time)
         self.sharers = 0
+
+    def next_ns(self) -> Ns:
+        """When the next event is due; as late as can be where there is none."""
+        queue = self._queue
+        return queue[0][0] if queue else FAR  # type: ignore[return-value]  # whole numbers are all that it is given
 
     def moved_to(self, at_ns: int) -> bool:
         """Move the clock to `at_ns`, unless something else is due by then: then False, and nothing has changed."""

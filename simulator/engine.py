@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from policies import Policy, Scheduler, make_policy, make_scheduler
+from policies import Policy, Scheduler, largest_batch, make_policy, make_scheduler
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.capacity import plan_memory
 from profiler.cost_model import CostModel
@@ -17,6 +17,9 @@ from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.memory import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
+
+SAMPLED_AT_LEAST = 256
+"""Rows of logits that memory has room for, however few requests may run at once (vLLM's default)."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,11 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     max_model_len = config.max_model_len or longest
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
     if cost is None:
-        cost = _apart_cost(config, model, gpu) if config.afd else _cost(config, model, gpu, config.tp)
+        cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
     cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
-    num_blocks = config.num_blocks if config.num_blocks is not None else _num_blocks(config, policy, model, gpu)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = _num_blocks(config, policy, model, gpu, max_model_len)
     if config.num_blocks is None and config.kv_compression is not None and len(trace):
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
@@ -148,12 +153,14 @@ def _shared_cost(
     )  # fmt: skip
 
 
-def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware) -> CostModel:
+def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model_len: int) -> CostModel:
     """Two groups of devices, each with the cost model of its GPU and width."""
     apart = make_apart(config.afd)
     ffn_gpu = load_hardware(apart.ffn_gpu) if apart.ffn_gpu else gpu
-    share = _memory_rule(config, make_policy(config.policy, config.knobs))
-    check_ffn_fits(model, ffn_gpu, apart, dtype=_dtype(config.dtype, model), share=share)
+    policy = make_policy(config.policy, config.knobs)
+    tokens = largest_batch(policy, config.token_budget, max_model_len)
+    share = _memory_rule(config, policy)
+    check_ffn_fits(model, ffn_gpu, apart, dtype=_dtype(config.dtype, model), share=share, activation_tokens=tokens)
     return AttentionFfnApart(
         _cost(config, model, gpu, apart.attention), _cost(config, model, ffn_gpu, apart.ffn), apart,
         layers=model.layers, hidden_bytes=model.hidden * max(2, dtype_bytes(_dtype(config.dtype, model))),
@@ -161,18 +168,25 @@ def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware) -> CostMo
     )  # fmt: skip
 
 
-def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware) -> int:
+def _num_blocks(
+    config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware, max_model_len: int
+) -> int:
+    """What the device's memory holds beside weights and the activations of the largest batch."""
     share = _memory_rule(config, policy)
+    room = {
+        "activation_tokens": largest_batch(policy, config.token_budget, max_model_len),
+        "max_num_seqs": max(SAMPLED_AT_LEAST, config.max_num_seqs or policy.default_max_num_seqs() or 0),
+    }
     dtype = _dtype(config.dtype, model)
     if config.afd:
         kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
         return attention_blocks(
             model, gpu, make_apart(config.afd), dtype=dtype, kv_dtype=kv_dtype, block_size=config.block_size,
-            share=share,
+            share=share, **room,
         )  # fmt: skip
     return plan_memory(
         model, gpu, dtype=dtype, kv_dtype=config.kv_dtype, tp=config.tp, pp=config.pp, layer_split=config.layer_split,
-        block_size=config.block_size, utilisation=share,
+        block_size=config.block_size, utilisation=share, **room,
     ).num_blocks  # fmt: skip
 
 

@@ -26,12 +26,12 @@ class Journey:
         self.segments += track.segments
         self.replicas += [replica] * len(track.segments)
         if self.admitted_ns < 0:
-            self.admitted_ns = track.admitted_ns
+            # What it finds on a later replica is its second admission's, as after a preemption.
+            self.admitted_ns, self.cached_tokens = track.admitted_ns, track.cached_total
         if self.first_token_ns < 0 and track.segments:
             self.first_token_ns = track.first_token_ns
         self.produced = track.produced
         self.preemptions += track.preemptions
-        self.cached_tokens += track.cached_total
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
-WORTH_AN_ARRAY = 48
+WORTH_AN_ARRAY: Final = 48
 
 Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
 
@@ -28,7 +27,7 @@ def ends_until(
     now_ns: Ns,
     host_ns: Ns,
     device_ns: Ns,
-    horizon_ns: float,
+    horizon_ns: Ns,
 ) -> list[Ns]:
     """Ends of at most `steps` iterations, back to back from now on, in each of which every decode is one longer.
 
@@ -41,7 +40,7 @@ def ends_until(
     if room < first * steps:
         if room <= first:
             return [now_ns + first]
-        steps = min(steps, int(room) // first + 1)
+        steps = min(steps, room // first + 1)
     line = terms(shape) if terms is not None else None
     if line is None:
         device = cost.repeat_ns(shape, steps)
@@ -49,11 +48,15 @@ def ends_until(
         start, step, slope, offset, rest = line
         if steps < WORTH_AN_ARRAY:
             rest += host_ns
-            grown = range(start, start + steps * step, step)
-            ends: list[Ns] = list(accumulate([int(kv * slope + offset) + rest for kv in grown], initial=now_ns))
-            del ends[0]
-            if steps > 1 and ends[-2] >= horizon_ns:
-                del ends[bisect_left(ends, horizon_ns) + 1 :]
+            end, kv = now_ns, start
+            ends: list[Ns] = []
+            while steps:
+                end += int(kv * slope + offset) + rest
+                ends.append(end)
+                if end >= horizon_ns:
+                    break
+                kv += step
+                steps -= 1
             return ends
         device = (np.arange(start, start + steps * step, step) * slope + offset).astype(np.int64) + rest
     ends = (np.cumsum(device + host_ns) + now_ns).tolist()

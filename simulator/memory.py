@@ -84,7 +84,7 @@ class ReplicaMemory:
     @cached_property
     def _chunk(self) -> int:
         policy = self.engine.policy
-        own = getattr(policy, "chunk_size", None)
+        own = policy.largest_chunk()
         budget = self.config.token_budget or policy.default_token_budget(self.engine.max_model_len)
         return int(min(own or 8192, budget or 8192))
 

@@ -8,8 +8,8 @@ is there), so only its completion has to be waited for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from simpy import Event
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 # host_before_ns, host_after_ns, device_ns, stages (start, end, send of each, one after the other; none for a single
 # stage), running, waiting, free_blocks (as `Recorder.iteration` takes them).
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
+
+
+_pack: Final = pack_row
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -56,10 +59,12 @@ class PlainReplica:
         self._tracks, self._depth = scheduler.tracks, scheduler.depth
         self.cost = cost
         self.recorder = recorder
-        self._inside = cost.inside
-        self._row = recorder.row
-        self._stages_ns = getattr(cost, "stages_ns", self._plain_stages_ns)
-        self._leaves = getattr(cost, "aftermath", None) if cost.stages == 1 else None
+        self._inside: Callable[[BatchShape], bool] = cost.inside
+        self._host_ns: Callable[[BatchShape], tuple[Ns, Ns]] = cost.host_ns
+        self._stages_ns: Callable[[BatchShape], list[tuple[Ns, Ns]]] = getattr(cost, "stages_ns", self._plain_stages_ns)
+        self._num_stages = cost.stages
+        leaves = getattr(cost, "aftermath", None)
+        self._leaves: Callable[[BatchShape], list[Ns]] | None = leaves if cost.stages == 1 else None
         # Extra device time of the iterations to come, the next one last.
         self._owed: list[Ns] = []
         self.on_end = on_end
@@ -212,17 +217,16 @@ class PlainReplica:
             Moment(self.env, at_ns - self.now_ns, self._on_wake, WAKE)
 
     def _launch(self, batch: Batch) -> None:
-        cost, shape = self.cost, batch.shape
-        before, after = cost.host_ns(shape)
-        free = self._free_ns
+        shape, free = batch.shape, self._free_ns
+        before, after = self._host_ns(shape)
         # One process prepares batch after batch: hidden behind stage 0 wherever planning runs ahead of it.
-        ready = self.now_ns
+        ready = batch.planned_ns
         if ready < self._host_free_ns:
             ready = self._host_free_ns
         self._host_free_ns = ready = ready + before
         stages: list[Ns] = []
-        if cost.stages == 1:
-            device = cost.stage_ns(shape)
+        if self._num_stages == 1:
+            device = self.cost.stage_ns(shape)
             if self._leaves is not None:
                 device += self._aftermath_ns(batch)
             start = ready
@@ -277,7 +281,9 @@ class PlainReplica:
             arrived = end + send
             free[stage] = end if overlap else arrived
             device += busy
-            stages += (start, end, send)
+            stages.append(start)
+            stages.append(end)
+            stages.append(send)
         return end, device
 
     # Completion
@@ -323,24 +329,26 @@ class PlainReplica:
         num_chunks, num_stages = len(chunks), len(stages) // STAGE_FIELDS
         request = tokens = prefix = num_cohorts = number = step = size = 0
         samples = False
-        more_chunks: list[int] = []
-        more_cohorts: list[int] = []
+        more_chunks: Sequence[int] = ()
+        more_cohorts: Sequence[int] = ()
         if num_chunks:
             track, tokens, prefix, samples = chunks[0]
             request = track.request.id
             if num_chunks > 1:
-                for track, *fields in chunks[1:]:
-                    more_chunks += (track.request.id, *fields)
-        for cohort, at, members, _, _ in batch.grown:
+                more_chunks = [
+                    field for track, *fields in chunks[1:] for field in (track.request.id, *fields)
+                ]
+        for part in batch.grown:
+            members = part[2]
             # A cohort that begins with this batch has decoded nobody in it.
             if members:
                 if num_cohorts:
-                    more_cohorts += (cohort.number, at, members)
+                    more_cohorts = [*more_cohorts, part[0].number, part[1], members]
                 else:
-                    number, step, size = cohort.number, at, members
+                    number, step, size = part[0].number, part[1], members
                 num_cohorts += 1
-        self._row(
-            pack_row(
+        self.recorder.row(
+            _pack(
                 self.number, batch.number, batch.planned_ns, start, end, decodes, context_total, context_max,
                 dummy_tokens, sampled, executed_rows, len(batch.preempted), running, waiting, free_blocks,
                 batch.cached_tokens, before, after, device, inside, num_chunks, num_cohorts, num_stages,

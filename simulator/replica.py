@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from simpy import Event
 
@@ -17,8 +17,8 @@ from metrics import Recorder
 from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
-from simulator.clock import Nanoseconds, VirtualTime
-from simulator.leaping import ends_until
+from simulator.clock import FAR, Nanoseconds, VirtualTime
+from simulator.leaping import Terms, ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
 from simulator.plain_replica import PlainReplica
 
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LEAST_LEAP", "Leap", "Replica"]
 
-# Below this a leap costs more than the plain steps it replaces.
-LEAST_LEAP = 2
+_pack: Final = pack_straight
 
-INFINITY = float("inf")
+IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
+
+# Below this a leap costs more than the plain steps it replaces.
+LEAST_LEAP: Final = 2
+
 
 
 class Leap(NamedTuple):
@@ -65,8 +68,8 @@ class Replica(PlainReplica):
         leaps: bool = True,
     ) -> None:
         super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
-        self._repeat_terms = getattr(cost, "repeat_terms", None)
-        self._iteration_ns = getattr(cost, "iteration_ns", self._plain_iteration_ns)
+        self._repeat_terms: Terms | None = getattr(cost, "repeat_terms", None)
+        self._iteration_ns: IterationTimes = getattr(cost, "iteration_ns", self._plain_iteration_ns)
         self.leaps = leaps and scheduler.depth == 1
         self._ahead = env if leaps and isinstance(env, VirtualTime) else None
         if self._ahead is not None:
@@ -182,22 +185,21 @@ class Replica(PlainReplica):
         """
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
-        plan, deliver, iteration_ns = scheduler.plan, scheduler.deliver, self._iteration_ns
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
-        now, horizon = self.now_ns, ahead.peek()
-        plan_again, terms, leaves = scheduler.plan_again, self._repeat_terms, self._leaves
+        now, horizon, alone = self.now_ns, ahead.next_ns(), ahead.sharers == 1
+        iteration_ns, terms, leaves = self._iteration_ns, self._repeat_terms, self._leaves
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
         while True:
             # Whatever happens between two iterations drops the batch.
-            if batch is None or not plan_again(batch, now):
-                batch = plan(now)
+            if batch is None or not scheduler.plan_again(batch, now):
+                batch = scheduler.plan(now)
             if batch is None:
                 ahead.moved_to(now)
                 if not self._idle(now):
                     return
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 stretch = None
                 continue
             chunks, shape = batch.chunks, batch.shape
@@ -207,7 +209,6 @@ class Replica(PlainReplica):
                 owing = bool(self._owed)
                 device += self._aftermath_ns(batch)
             end = now + before + device + after
-            alone = ahead.sharers == 1
             if (
                 not chunks
                 and not owing
@@ -215,7 +216,7 @@ class Replica(PlainReplica):
                 and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
             ):
                 ends = ends_until(
-                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else INFINITY
+                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else FAR
                 )
                 done = len(ends) - 1
                 if not alone and ends[done] >= horizon:
@@ -225,7 +226,7 @@ class Replica(PlainReplica):
                     self._complete_at(ends[done])
                     return
                 if done:
-                    self._cross(Leap(batch, now, ends, before, after, inside), done)
+                    self._cross(batch, now, ends[:done], before, after, inside)
                     shape, now, end = batch.shape, ends[done - 1], ends[done]
                     device = end - now - before - after
                     inside = self._inside(shape)
@@ -239,12 +240,12 @@ class Replica(PlainReplica):
                 if not self._passed(ahead, end):
                     return
                 flights.pop()
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 same = False
             else:
                 same = bool(chunks)
-            finished = deliver(batch, end)
-            _, decodes, total, longest, dummies, sampled, _ = shape
+            finished = scheduler.deliver(batch, end)
+            decodes, dummies = shape[1], shape[4]
             grown = batch.grown
             if len(chunks) > 1 or len(grown) > 1 or dummies or batch.preempted or batch.cached_tokens:
                 self._record(
@@ -261,14 +262,14 @@ class Replica(PlainReplica):
                 else:
                     request = tokens = prefix = 0
                 if decodes:
-                    cohort, step, _, _, _ = grown[0]
-                    number = cohort.number
+                    part = grown[0]
+                    number, step = part[0].number, part[1]
                 else:
                     number = step = 0
                 straight.append(
-                    pack_straight(
-                        end, decodes, total, longest, sampled, running, waits, free_blocks, before, after, request,
-                        tokens, prefix, number, step,
+                    _pack(
+                        end, decodes, shape[2], shape[3], shape[5], running, waits, free_blocks, before, after,
+                        request, tokens, prefix, number, step,
                     )
                 )  # fmt: skip
             now = end
@@ -277,7 +278,7 @@ class Replica(PlainReplica):
                 ahead.moved_to(now)
                 for track in finished:
                     self._end(track)
-                horizon = ahead.peek()
+                horizon, alone = ahead.next_ns(), ahead.sharers == 1
                 same = False
             if scheduler.retired:
                 self._record_retired()
@@ -322,11 +323,11 @@ class Replica(PlainReplica):
         now, shape = self.now_ns, batch.shape
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
-        horizon = ahead.peek() if ahead is not None and ahead.sharers == 1 else INFINITY
+        horizon = ahead.next_ns() if ahead is not None and ahead.sharers == 1 else FAR
         device = self.cost.stage_ns(shape)
         ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
-        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.peek()):
+        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.next_ns()):
             self._cross_to_flight(leap, len(ends) - 1)
         else:
             self._leap = leap
@@ -338,7 +339,7 @@ class Replica(PlainReplica):
         scheduler = self.scheduler
         queues = scheduler.queues
         if done:
-            self._cross(leap, done)
+            self._cross(batch, planned, ends[:done], before, after, leap.inside)
             planned = ends[done - 1]
         end = ends[done]
         start = planned + before
@@ -351,21 +352,19 @@ class Replica(PlainReplica):
             )
         )  # fmt: skip
 
-    def _cross(self, leap: Leap, done: int) -> None:
-        """The first `done` iterations of a leap are complete and recorded; its batch is the one planned after them."""
-        batch, planned, ends, before, after, first_inside = leap
+    def _cross(self, batch: Batch, planned: Ns, ends: list[Ns], before: Ns, after: Ns, first_inside: bool) -> None:
+        """So many equal iterations are complete and recorded; `batch` is the one planned after them."""
         scheduler = self.scheduler
         queues = scheduler.queues
         free_blocks = scheduler.ledger.free_blocks
         shape, first_number = batch.shape, batch.number
         cohort, first_step, _, _, _ = batch.grown[0]
-        crossed = ends[:done]
-        taken = scheduler.leap(batch, crossed)
+        taken = scheduler.leap(batch, ends)
         inside: Any = first_inside
         if inside != self._inside(batch.shape):
-            inside = self._inside_each(shape, done)
-        self.recorder.back_to_back(
-            self.number, first_number, shape, planned, crossed, cohort.number, first_step, queues.num_running,
+            inside = self._inside_each(shape, len(ends))
+        self.recorder.leap(
+            self.number, first_number, shape, planned, ends, cohort.number, first_step, queues.num_running,
             len(queues.waiting), free_blocks, taken, before, after, inside,
         )  # fmt: skip
 

@@ -92,6 +92,8 @@ def simulate(
         env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
     )
     arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
+    if progress is None:
+        cluster.on_end = arrivals.ended
     env.run()
     while cluster.fail_forgotten():
         env.run()  # those who waited for these answers arrive now

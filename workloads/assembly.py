@@ -99,10 +99,25 @@ def _fast_column(meaning: str, column: Any) -> Any:
 def _numbers(column: Any, may_miss: bool = False) -> NDArray[Any]:
     if column.null_count and not may_miss:
         raise OddColumnError
-    values: NDArray[Any] = column.to_numpy()
+    values = _as_numpy(column)
     if values.dtype == np.float64 and not may_miss and np.isnan(values).any():
         raise OddColumnError
     return values
+
+
+def _as_numpy(column: Any) -> NDArray[Any]:
+    """Numbers straight from memory where they can be: pyarrow's `to_numpy` loads pandas first, which takes longer than
+    reading many a trace."""
+    if column.null_count or not len(column):
+        values: NDArray[Any] = column.to_numpy()
+        return values
+    dtype = column.type.to_pandas_dtype()
+    parts = [
+        np.frombuffer(chunk.buffers()[1], dtype, count=chunk.offset + len(chunk))[chunk.offset :]
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    return np.concatenate(parts)
 
 
 def _ragged(column: Any) -> RaggedColumn:

@@ -10,7 +10,7 @@ whoever drives a trace can walk it once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,14 +139,13 @@ class Trace:
             self.slo[row] if self.slo is not None else None,
         )
 
-    def request_maker(self) -> Callable[[int], Request]:
-        """`request` for whoever asks for every row: plain columns are turned into lists of integers once."""
+    def plain_lengths(self) -> tuple[list[int], list[int]] | None:
+        """Prompt lengths and declared limits as integers, where a request of this trace has nothing else beside its
+        arrival: for whoever makes every one of them. None otherwise."""
         others = (self.prefix_hashes, self.session, self.priority, self.slo)
         if any(column is not None for column in others) or self.hash_tokens:
-            return self.request
-        columns = [column.tolist() for column in (self.arrival_ns, self.prompt_tokens, self.max_output_tokens)]
-        arrival_ns, prompt_tokens, max_output_tokens = columns
-        return lambda row: Request(row, arrival_ns[row], prompt_tokens[row], max_output_tokens[row])
+            return None
+        return self.prompt_tokens.tolist(), self.max_output_tokens.tolist()
 
     def timeout_ns(self, row: int) -> int:
         """How long after its arrival the client of this row gives up; -1 for never."""

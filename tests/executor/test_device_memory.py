@@ -124,7 +124,7 @@ def test_a_live_pool_on_a_gpu_is_what_the_largest_batch_and_graphs_leave() -> No
     free = MemoryUse(GIB // 64, 0, 0)
     plain = default_blocks(LiveConfig(), loaded, trace, 500, free)
     assert plain == GIB // 128 // block_bytes
-    packed = default_blocks(LiveConfig(kv_compression="kivi4", max_num_seqs=4, token_budget=64), loaded, trace, 500, free)
+    packed = default_blocks(LiveConfig(kv_compression="kivi4", max_num_seqs=4), loaded, trace, 500, free, most_tokens=64)
     assert packed > 2 * plain
 
 

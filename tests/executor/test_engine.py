@@ -80,6 +80,26 @@ def test_closed_loop_requests_arrive_after_the_answer_they_wait_for() -> None:
     assert arrived == pytest.approx(ended + 0.05, abs=1e-6)
 
 
+def test_a_rejected_follower_is_recorded_once_where_the_run_is_stopped() -> None:
+    """Row 1 waits for row 0 and is too long when it comes; row 3 would have waited for row 2, which is cut off."""
+    rows = [(4, 2), (300, 9), (4, 60), (4, 2)]
+    trace = trace_of(rows, [0.0] * 4, after_row=np.array([-1, 0, -1, 2]), think_ns=np.zeros(4, np.int64))
+    ended: list[int] = []
+
+    def interrupt(row: int, token: int) -> None:
+        if 1 in ended and row == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    run = replay_live(
+        trace, loaded=model(), policy="vllm_v1", max_model_len=100, on_token=interrupt,
+        on_ended=lambda track: ended.append(track.request.id),
+    )  # fmt: skip
+    assert dict(zip(column(run, "request"), column(run, "status"))) == {
+        0: "finished", 1: "rejected", 2: "aborted", 3: "aborted"
+    }  # fmt: skip
+    assert len(column(run, "request")) == 4
+
+
 def test_one_request_with_nan_logits_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Runner._sample
 

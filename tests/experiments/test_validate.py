@@ -21,7 +21,7 @@ from experiments.measured_times import Fed, _at_live_moments
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
 from experiments.validate_explore import write_explorable
-from experiments.validate_report import write_report
+from experiments.validate_report import gauge_in_short, write_report
 from experiments.validate_settings import Settings
 from policies import Policy
 from workloads import Trace, write_trace
@@ -208,3 +208,9 @@ def test_a_document_says_the_same_in_both_forms(tmp_path: Path) -> None:
     assert "<h1>Title &lt;1&gt;</h1>" in page
     assert "<p>a <code>b</code> &amp; c</p>" in page
     assert "<td class=bad>3</td>" in page
+
+
+def test_a_report_says_how_many_live_runs_had_a_gauge() -> None:
+    gauged = {"a": (1.2, 1.1), "b": (1.0, 1.0)}
+    assert "during the live runs" in gauge_in_short(gauged, 2)[0]
+    assert "during 2 of 5 live runs" in gauge_in_short(gauged, 5)[0]

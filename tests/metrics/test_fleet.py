@@ -92,3 +92,12 @@ def test_classes_leave_the_same_warm_up_out_as_the_whole_run(tmp_path, capsys):
     again = _summary(tmp_path / "run", "", "e2e_p99=1")
     assert (again["measured"], again["slo"], done.summary["measured"]) == (6, "e2e_p99=1", 6)
     assert _summary(tmp_path / "run", "2", "")["slo"] == "e2e_p99=9"
+
+
+def test_of_an_iteration_that_runs_when_the_window_opens_only_the_part_inside_counts():
+    """Five iterations of a second, the window opens in the middle of the third: it is busy all the time, not 3 / 2.5."""
+    done = run([(0, 4, 5)])
+    done.tables.config["peaks"] = {**done.tables.config["peaks"], **PEAK}
+    done.tables.config["model_flops"] = ONE_EACH
+    summary = summarise(done.tables, warmup="2.5s")
+    assert (summary["iterations"], summary["device_busy_share"], summary["mfu"], summary["mfu_busy"]) == (3, 1, 1, 1)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError, Recorder
 from metrics.columns import TABLES, schema, to_ns, to_seconds
+from metrics.tables import as_numpy
 from policies.batch import BatchShape
 from policies.request import Request
 from tests.metrics.sample_runs import assert_same_tables, record_small_run
@@ -90,7 +92,7 @@ def test_streamed_tables_equal_those_in_memory(tmp_path) -> None:
     in_memory, streamed = Recorder(), Recorder(stream_to=tmp_path, part_rows=1)
     for recorder in (in_memory, streamed):
         record_small_run(recorder)
-        recorder.leap(0, 2, BatchShape((), 3, 30, 12, sampled=3), np.array([5, 6]), np.array([6, 7]), 4, 1, 3, 0, 7, 0, 0, 1, True)  # fmt: skip
+        recorder.leap(0, 2, BatchShape((), 3, 30, 12, sampled=3), 5, [6, 7], 4, 1, 3, 0, 7, [0, 0], 0, 0, True)
     expected, found = in_memory.tables(), streamed.tables()
     assert_same_tables(found, expected, TABLES)
 
@@ -99,18 +101,20 @@ leap_or_plain = st.lists(st.tuples(st.sampled_from(["plain", "leap"]), st.intege
 
 
 @settings(max_examples=60, deadline=None)
-@given(leap_or_plain, st.integers(1, 7), st.integers(1, 3))
-def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, num_stages) -> None:
+@given(leap_or_plain, st.integers(1, 7), st.booleans())
+def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, alike) -> None:
     leapt, plain = Recorder(part_rows=part_rows), Recorder()
     now, number, step, context = 0, 0, 0, 100
 
+    def inside(i: int) -> bool:
+        return alike or i % 2 == 0
+
     def one(recorder: Recorder, i: int) -> None:
         shape = BatchShape((), 3, context + 3 * i, 40 + step + i, 1, 3, 8)
-        start = now + 10 * i + 2
-        stages = tuple((start + 3 * s, start + 3 * s + 2, 1) for s in range(num_stages))
+        planned = now + 10 * i
         recorder.iteration(
-            1, number + i, start - 2, start, start + 8, shape, (), ((9, step + i, 3),), 0, 3, 2, 50 - i, 0, 2, 1, 5,
-            i % 2 == 0, stages=stages if num_stages > 1 else (),
+            1, number + i, planned, planned + 2, planned + 10, shape, (), ((9, step + i, 3),), 0, 3, 2, 50 - 2 * i, 0,
+            2, 1, 7, inside(i),
         )  # fmt: skip
 
     for kind, k in events:
@@ -120,13 +124,9 @@ def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, num_stag
             for i in range(k):
                 one(leapt, i)
         else:
-            starts = now + 10 * np.arange(k) + 2
-            stages = starts[:, None, None] + 3 * np.arange(num_stages)[None, :, None] + np.array([0, 2, 0])
-            stages[:, :, 2] = 1
             leapt.leap(
-                1, number, BatchShape((), 3, context, 40 + step, 1, 3, 8), starts, starts + 8, 9, step, 3, 2,
-                50 - np.arange(k), 2, 1, 5, np.arange(k) % 2 == 0, planned_ns=starts - 2 if k % 2 else None,
-                stages_ns=stages if num_stages > 1 else None,
+                1, number, BatchShape((), 3, context, 40 + step, 1, 3, 8), now, [now + 10 * (i + 1) for i in range(k)],
+                9, step, 3, 2, 50, [2] * k, 2, 1, True if alike else [inside(i) for i in range(k)],
             )  # fmt: skip
         now, number, step, context = now + 10 * k, number + k, step + k, context + 3 * k
     expected, found = plain.tables(), leapt.tables()
@@ -136,3 +136,20 @@ def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, num_stag
 @given(st.lists(st.integers(0, 2**51 - 1), max_size=20))
 def test_seconds_give_back_the_nanoseconds(times) -> None:
     assert to_ns(to_seconds(np.array(times, dtype=np.int64))).tolist() == times
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.chunked_array([[1, 2], [3]]),
+        pa.chunked_array([[1, None, 3]]),
+        pa.chunked_array([pa.array([True, False, True, True] * 5)[3:], [False]]),
+        pa.chunked_array([pa.array(["x", None, "z", "x"])[1:], ["a"]]),
+        pa.chunked_array([], pa.string()),
+        pa.chunked_array([], pa.float64()),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_columns_read_straight_from_memory_are_those_of_pyarrow(column) -> None:
+    found, expected = as_numpy(column), column.to_numpy()
+    assert (found.dtype, repr(found.tolist())) == (expected.dtype, repr(expected.tolist()))

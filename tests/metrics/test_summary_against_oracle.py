@@ -123,7 +123,9 @@ def _iterations(run: RunTables, start: float, end: float) -> dict[str, float]:
         "iteration_s_p90": float(np.percentile([row["end_s"] - row["start_s"] for row in rows], 90)),
         "running_mean": float(np.average([row["running"] for row in rows], weights=held)),
         "waiting_max": max(row["waiting"] for row in rows),
-        "device_busy_share": sum(row["device_s"] for row in rows) / there,
+        "device_busy_share": sum(
+            max(0.0, row["end_s"] - max(row["start_s"], start)) for row in run.frame("stages").to_dict("records")
+        ) / there,
     }
     if blocks := run.config.get("num_blocks"):
         found["kv_use_mean"] = float(np.average([1 - row["free_blocks"] / blocks for row in rows], weights=held))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import Scheduler
+from policies.chunked import Chunked
 from simulator.config import ReplayConfig
 from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -56,18 +56,18 @@ def test_runs_of_chunks_write_the_very_tables_of_the_plain_path(rows, policy, nu
 
 def test_the_policy_is_asked_once_for_a_long_prompt_beside_decodes(monkeypatch):
     """40 tokens in chunks of 6 beside one decode: the first chunk is planned with nobody beside it but the decode, five
-    more of the same size follow, and the last one samples. Otherwise the test above would compare the plain path with
-    itself."""
-    again = []
-    plan_again = Scheduler.plan_again
+    more of the same size follow unasked, and the last one samples. Otherwise the test above would compare the plain
+    path with itself."""
+    halves = []
+    plan = Chunked.plan
 
-    def watched(self, batch, now_ns):
-        again.append(plan_again(self, batch, now_ns))
-        return again[-1]
+    def watched(self, queues, draft, kv, host, now_ns):
+        halves.append(len(queues.partial))
+        plan(self, queues, draft, kv, host, now_ns)
 
-    monkeypatch.setattr(Scheduler, "plan_again", watched)
+    monkeypatch.setattr(Chunked, "plan", watched)
     tables = tables_of(trace_of([(0, 4, 30), (5, 40, 2)]), POLICIES[0], 100, True)
-    assert again.count(True) == 5
+    assert halves.count(1) == 1
     assert tables.column("iterations", "chunk_tokens").tolist().count(6) == 6
 
 

@@ -93,9 +93,9 @@ def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at(rou
     leaps = []
 
     class Watched(Recorder):
-        def back_to_back(self, replica, *args, **options):
+        def leap(self, replica, *args, **options):
             leaps.append(replica)
-            super().back_to_back(replica, *args, **options)
+            super().leap(replica, *args, **options)
 
     cost = ConstantCost(device_ns=MS)
     trace = trace_of(rows)

@@ -11,11 +11,21 @@ from tests.simulator.test_cluster import by_request, check_conservation
 from tests.simulator.test_disaggregation import token_times
 
 S = 1_000_000_000
+CACHING = {"policy": "vllm_v1", "knobs": {"prefix_caching": True}}
 
 
 def run(trace, **options):
     options.setdefault("num_blocks", 1000)
     return replay(trace, ReplayConfig(**options), cost=ConstantCost(device_ns=S))
+
+
+def alike(rows):
+    """A trace whose prompts are the same text."""
+    trace = trace_of(rows)
+    return type(trace)(
+        "alike", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
+        prefix_hashes=[(1, 2, 3, 4)] * len(rows), hash_tokens=16,
+    )  # fmt: skip
 
 
 def lives(result):
@@ -59,14 +69,17 @@ def test_nobody_waits_for_a_replica_that_will_not_come_back():
 
 
 def test_a_dead_replica_loses_its_prefix_cache():
-    options = {"policy": "vllm_v1", "knobs": {"prefix_caching": True}}
-    trace = trace_of([(0, 64, 2), (10, 64, 2)])
-    trace = type(trace)(
-        "twice", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
-        prefix_hashes=[(1, 2, 3, 4)] * 2, hash_tokens=16,
-    )  # fmt: skip
-    assert by_request(run(trace, **options), "cached_tokens").tolist() == [0, 48]
-    assert by_request(run(trace, failures=("0@5+1",), **options), "cached_tokens").tolist() == [0, 0]
+    trace = alike([(0, 64, 2), (10, 64, 2)])
+    assert by_request(run(trace, **CACHING), "cached_tokens").tolist() == [0, 48]
+    assert by_request(run(trace, failures=("0@5+1",), **CACHING), "cached_tokens").tolist() == [0, 0]
+
+
+def test_what_a_request_finds_cached_counts_where_it_was_admitted_first():
+    """It finds 48 of its 64 tokens on replica 0, and all on replica 1 when replica 0 has died and it comes with an answer."""
+    trace = alike([(0, 64, 2), (0, 64, 2), (10, 64, 9)])
+    found = run(trace, replicas=2, failures=("0@12.5",), **CACHING)
+    assert found.tables.column("iterations", "cached_tokens").sum() == 48 + 64
+    assert by_request(found, "cached_tokens").tolist() == [0, 0, 48]
 
 
 @pytest.mark.parametrize(

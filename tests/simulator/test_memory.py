@@ -9,6 +9,7 @@ import pytest
 
 from policies.errors import PolicyError
 from simulator.config import ReplayConfig
+from simulator.engine import make_engine
 from simulator.errors import SimulationError
 from simulator.host_memory import HostLink
 from simulator.simulation import replay
@@ -244,3 +245,17 @@ def test_packed_keys_and_values_are_stored_and_sent_packed():
         for kind in (None, "kivi4")
     )
     assert packed == full * 4736 // 16384
+
+
+def test_the_pool_leaves_room_for_the_largest_batch():
+    """A token of Llama-3.1-8B takes 2 x (2 x 4096 + 3 x 14336) bytes of activations, a block of 16 tokens 2 MiB: 20,480
+    more tokens a batch are 1,000 blocks fewer. Whole prompts without a budget count with the longest request."""
+
+    def blocks(longest=1000, **options):
+        return make_engine(ReplayConfig(gpu="h100", **options), trace_of([(0, longest - 10, 10)])).num_blocks
+
+    assert blocks(policy="vllm_v1") == blocks(policy="chunked", knobs={"chunk_size": 64}) == blocks(policy="slo_aware", longest=22528)
+    for wide in ({"policy": "vllm_v1", "token_budget": 22528}, {"policy": "prefill_priority", "longest": 22528}):
+        assert blocks(policy="vllm_v1") - blocks(**wide) == pytest.approx(1000, abs=1)
+    assert blocks(policy="orca") - blocks(policy="orca", longest=22528) == pytest.approx(1000, abs=1)
+    assert blocks(policy="vllm_v1", max_num_seqs=8) == blocks(policy="vllm_v1") > blocks(policy="vllm_v1", max_num_seqs=4096)
