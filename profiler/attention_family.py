@@ -7,7 +7,7 @@ along these, so a family keeps two grids where a layout of its own would need on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from profiler.attention_law import (
 )
 from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.lattice import Lattice
+from profiler.learnt_grids import TABLE, Misses, chosen, densified, learnt
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ class AttentionFamily:
     batch_law, prefill_law: of one query head's blocks; their `write` is per 1000 tokens and KV head. decode_law: over
         streams.
     misses: log(measured / law), "decode" over (streams, context), "prefill" over (query heads, tokens), and for a
-        number of KV heads that was measured itself "decode:N" over (decodes, context). Where one decode is another
-        kernel, "single:N" over its context, and "single:0" of any number of KV heads.
+        number of KV heads that was measured itself "decode:N" over (decodes, context) and "prefill:N" over tokens, with
+        knots between the measured ones where a learner knows better (`profiler.learnt_grids`). Where one decode is
+        another kernel, "single:N" over its context, and "single:0" of any number of KV heads.
     kernel: "fa2", whose decodes beside a chunk are blocks of the same kernel, or "fa3", whose decodes stream beside it.
     region: largest streams and context measured, largest tokens, query heads.
     """
@@ -72,8 +74,9 @@ class AttentionFamily:
         decode = self.misses.get(f"decode:{kv_heads}") or Lattice(
             [decode.axes[0] / kv_heads, decode.axes[1]], decode.values
         )
-        tokens = self.misses["prefill"].axes[1]
-        alone = self.misses["prefill"](np.full(len(tokens), float(heads)), tokens)
+        prefill = self.misses.get(f"prefill:{kv_heads}") or self.misses["prefill"]
+        tokens = prefill.axes[1]
+        alone = prefill(np.full(len(tokens), float(heads)), tokens)
         single = self.misses.get(f"single:{kv_heads}") or self.misses.get("single:0")
         misses = {
             **({"single": single} if single else {}),
@@ -108,27 +111,112 @@ class AttentionFamily:
         return {"uneven_decode": tuple(knots), "uneven_token_us": token * UNEVEN_BESIDE}
 
 
-def fit_families(table: pd.DataFrame, sms: int, kernel: str) -> tuple[AttentionFamily, ...]:
-    """Families of a kernel table: one a head size and group (query heads a KV head) that it has decodes of."""
+DECODE, PREFILL = "decode", "prefill"
+
+
+def fit_families(
+    table: pd.DataFrame, sms: int, kernel: str, *, beside: tuple[AttentionFamily, ...] = (), learning: bool = True
+) -> tuple[AttentionFamily, ...]:
+    """Families of a kernel table: one a head size and group (query heads a KV head) that it has decodes and prompts of.
+
+    beside: families of the same device, which give what `table` has no rows of (all decodes, or all prompts).
+    learning: whether grids may be learnt; False: all are interpolated, which takes a fraction of the time.
+    """
     batches = batch_columns(table)
     batches["heads"], batches["kv_heads"] = table["heads"].to_numpy(float), table["kv_heads"].to_numpy(float)
     batches["head_dim"] = table["head_dim"].to_numpy(int)
-    families = []
+    batches["group"] = batches["heads"] / batches["kv_heads"]
+    known = {(family.head_dim, family.group): family for family in beside}
     query_rows = FA3_ROWS if kernel == "fa3" else QUERY_ROWS
-    layouts = batches.groupby(["head_dim", batches["heads"] / batches["kv_heads"]])
-    known: dict[tuple[int, str], DecodeLaw] = {}
-    for (head_dim, group), rows in sorted(layouts, key=lambda layout: -len(layout[1])):
-        decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
-        if group != int(group) or not len(decodes) or not len(prompts):
+    like: dict[tuple[int, str], DecodeLaw] = {}
+    families: dict[tuple[int, int], AttentionFamily] = {}
+    kept: dict[str, dict[tuple[int, int], tuple[pd.DataFrame, Array]]] = {DECODE: {}, PREFILL: {}}
+    for (head_dim, group), rows in sorted(batches.groupby(["head_dim", "group"]), key=lambda one: -len(one[1])):
+        if group != int(group):
             continue
-        law, waves, prefill, longest, widest = _fit_prefill(prompts, sms, query_rows)
-        walked = "fa2 whole" if kernel == "fa2" and group == 1 else kernel
-        decode_law, misses, region = _fit_decode(decodes, sms, walked, known.get((int(head_dim), walked)))
-        known.setdefault((int(head_dim), walked), decode_law)
-        region = {**region, "tokens": longest, "query_heads": widest}
-        misses["prefill"] = prefill
-        families.append(AttentionFamily(int(head_dim), int(group), sms, kernel, law, decode_law, misses, region, waves))
-    return tuple(sorted(families, key=lambda family: (family.head_dim, family.group)))
+        key = (int(head_dim), int(group))
+        decodes, prompts = rows[rows["decodes"] > 0], rows[rows["tokens"] > 0]
+        family = known.get(key) or AttentionFamily(*key, sms, kernel, BatchLaw(), DecodeLaw())
+        if len(decodes):
+            walked = "fa2 whole" if kernel == "fa2" and group == 1 else kernel
+            law, misses, region, miss = _fit_decode(decodes, sms, walked, like.get((key[0], walked)))
+            like.setdefault((key[0], walked), law)
+            family = _with(family, DECODE, misses, region, decode_law=law)
+            kept[DECODE][key] = decodes, miss
+        if len(prompts):
+            batch, waves, misses, region, miss = _fit_prefill(prompts, sms, query_rows)
+            family = _with(family, PREFILL, misses, region, batch_law=batch, prefill_law=waves)
+            kept[PREFILL][key] = prompts, miss
+        if {DECODE, PREFILL} <= set(family.misses):
+            families[key] = family
+    for kind, parts in kept.items():
+        for head_dim in {key[0] for key in families}:
+            mine = {key: part for key, part in parts.items() if key in families and key[0] == head_dim}
+            for key, misses in _layouts(kind, mine, kernel, learning).items():
+                families[key] = replace(families[key], misses={**families[key].misses, **misses})
+    return tuple(sorted(families.values(), key=lambda family: (family.head_dim, family.group)))
+
+
+def _with(
+    family: AttentionFamily, kind: str, misses: Mapping[str, Lattice], region: Mapping[str, int], **laws: Any
+) -> AttentionFamily:
+    """The family with everything that it knows of decodes, or of prompts, put in the place of what it knew."""
+    mine = (DECODE, "single") if kind == DECODE else (PREFILL,)
+    others = {name: grid for name, grid in family.misses.items() if name.partition(":")[0] not in mine}
+    return replace(family, misses={**others, **misses}, region={**family.region, **region}, **laws)
+
+
+LEARNT_GROUPS = 8
+"""Query heads a KV head up to which grids are learnt; beyond are layouts of no language model served here."""
+
+
+def _layouts(
+    kind: str, parts: Mapping[tuple[int, int], tuple[pd.DataFrame, Array]], kernel: str, learning: bool
+) -> dict[tuple[int, int], dict[str, Lattice]]:
+    """A grid of every measured number of KV heads of every group; a denser one if a learner of all beats the grids."""
+    from profiler.holdout import folds
+
+    layouts: dict[int, tuple[tuple[int, int], int]] = {}
+    each: list[Misses] = []
+    for key, (rows, miss) in parts.items():
+        if key[1] > LEARNT_GROUPS:
+            continue
+        several = (rows["decodes"] > 1) | (kernel != "fa2") if kind == DECODE else rows["chunks"] == 1
+        for kv_heads in np.unique(rows["kv_heads"][several]):
+            own = (several & (rows["kv_heads"] == kv_heads)).to_numpy()
+            number = len(layouts)
+            layouts[number] = key, int(kv_heads)
+            axes = ("decodes", "context") if kind == DECODE else ("tokens",)
+            places = rows.loc[own, list(axes)].to_numpy(float)
+            each.append(Misses(np.full(own.sum(), number), places, _hints(kind, *layouts[number])(places), miss[own]))
+    if not each:
+        return {}
+    everything = Misses(*(np.concatenate([getattr(one, name) for one in each])
+                          for name in ("layout", "coordinates", "hints", "miss")))  # fmt: skip
+    method = chosen(everything, lambda values: list(folds(values))) if learning else TABLE
+    predict = learnt(everything, method)
+    found: dict[tuple[int, int], dict[str, Lattice]] = {}
+    for number, (key, kv_heads) in layouts.items():
+        rows_of = each[number]
+        grid = Lattice.from_points(list(rows_of.coordinates.T), rows_of.miss) if predict is None else densified(
+            rows_of, predict, _hints(kind, key, kv_heads)
+        )
+        if kind == PREFILL:
+            grid = Lattice([[float(key[1] * kv_heads)], *grid.axes], grid.values[None])
+        found.setdefault(key, {})[f"{kind}:{kv_heads}"] = grid
+    return found
+
+
+def _hints(kind: str, key: tuple[int, int], kv_heads: int) -> Callable[[Array], Array]:
+    """What a learner sees of a layout beside the coordinates: heads, and how much is dealt out."""
+    heads = key[1] * kv_heads
+
+    def of(places: Array) -> Array:
+        dealt = places[:, 0] * kv_heads if kind == DECODE else heads * np.maximum(np.ceil(places[:, 0] / 128), 1)
+        layout = np.broadcast_to(np.log2([heads, kv_heads]), (len(places), 2))
+        return np.column_stack([layout, np.log2(dealt)])
+
+    return of
 
 
 def nearest_family(families: tuple[AttentionFamily, ...], heads: int, kv_heads: int, head_dim: int) -> Any:
@@ -151,7 +239,7 @@ def prompts_us(
 
 def _fit_prefill(
     rows: pd.DataFrame, sms: int, query_rows: int
-) -> tuple[BatchLaw, PrefillLaw | None, Lattice, int, int]:
+) -> tuple[BatchLaw, PrefillLaw | None, dict[str, Lattice], dict[str, int], Array]:
     columns = [rows[key].to_numpy(float) for key in ("heads", "kv_heads", "tokens", "prefix", "chunks")]
     us = rows["us"].to_numpy(float)
     law = fit_batch_law(lambda law: prompts_us(law, sms, *columns), us, query_rows)
@@ -163,18 +251,13 @@ def _fit_prefill(
         waves = fit_prefill_law(*dealt, us, sms)
         miss = miss if waves is None else np.log(us / waves.us(*dealt))
     axes = [2.0 ** np.arange(0, np.ceil(np.log2(query_heads.max())) + 0.5, 0.5), np.unique(columns[2])]
-    return (
-        law,
-        waves,
-        Lattice.from_scatter(axes, [query_heads, columns[2]], miss),
-        int(columns[2].max()),
-        int(query_heads.max()),
-    )
+    grid = Lattice.from_scatter(axes, [query_heads, columns[2]], miss)
+    return law, waves, {PREFILL: grid}, {"tokens": int(columns[2].max()), "query_heads": int(query_heads.max())}, miss
 
 
 def _fit_decode(
     rows: pd.DataFrame, sms: int, kernel: str, like: DecodeLaw | None
-) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int]]:
+) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int], Array]:
     decodes, kv_heads, context, us = (rows[key].to_numpy(float) for key in ("decodes", "kv_heads", "context", "us"))
     streams = decodes * kv_heads
     many = (decodes > 1) | (kernel != "fa2")
@@ -190,4 +273,4 @@ def _fit_decode(
             misses[f"single:{int(heads)}"] = Lattice.from_points([context[one]], miss[one])
     if not many.all():
         misses["single:0"] = Lattice.from_points([context[~many]], miss[~many])
-    return law, misses, {"streams": int(streams.max()), "context": int(context.max())}
+    return law, misses, {"streams": int(streams.max()), "context": int(context.max())}, miss

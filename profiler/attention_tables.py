@@ -23,6 +23,8 @@ Array = NDArray[np.float64]
 TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
 DECODE_LIMIT = 1024
+MOST_ALONE = 64
+"""Measured coordinates along an axis that decodes alone, and chunks alone, take as knots: their tables are small."""
 GRAIN = 2.0**-20
 """Nanoseconds that shares of the machine are counted in."""
 MOST_CELLS = 1 << 14
@@ -53,7 +55,7 @@ class AttentionSource(Protocol):
 
     def uneven_decode_us(self, decodes: ArrayLike) -> Array: ...
 
-    def knots(self, axis: str) -> ArrayLike: ...
+    def knots(self, axis: str, most: int = ...) -> ArrayLike: ...
 
 
 class AttentionTables:
@@ -78,6 +80,7 @@ class AttentionTables:
         self.window = window or 0
         self.fused = fused
         self.contexts = Axis([*_CONTEXTS, *source.knots("context")])
+        self.alone = Axis([*self.contexts.knots, *source.knots("context", MOST_ALONE)])
         self.tokens = Axis([*_TOKENS, *source.knots("tokens")])
         self.decodes = Axis([*_DECODES, *source.knots("decodes")])
         far = self._seen(self.contexts.knots)
@@ -85,15 +88,18 @@ class AttentionTables:
 
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
         counts = np.arange(DECODE_LIMIT + 1, dtype=float)
-        value = source.decode_us(np.maximum(counts, 1)[:, None], far[None, :], typical) * 1e3
-        slope = np.diff(value, axis=1) / np.diff(self.contexts.knots)
-        base = value[:, :-1] - slope * self.contexts.knots[:-1]
+        seen = self._seen(self.alone.knots)
+        value = source.decode_us(np.maximum(counts, 1)[:, None], seen[None, :], typical) * 1e3
+        slope = np.diff(value, axis=1) / np.diff(self.alone.knots)
+        base = value[:, :-1] - slope * self.alone.knots[:-1]
         self._decode = np.stack([base, slope], axis=-1).reshape(-1, 2)
         captured = padded(np.arange(DECODE_LIMIT + 1)) if padded else counts
         self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
-        self.chunks = Axis([*self.tokens.knots, *_BLOCKS]) if source.prefill_law is not None else self.tokens
+        self.chunks = Axis([*self.tokens.knots, *source.knots("tokens", MOST_ALONE)])
+        if source.prefill_law is not None:
+            self.chunks = Axis([*self.chunks.knots, *_BLOCKS])
         chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
         self._chunk = polynomials(chunk, (self.chunks, self.contexts))
         self._beside = np.zeros((0, 16))
@@ -117,7 +123,7 @@ class AttentionTables:
         self._strides = (wide * tall * wide, tall * wide, wide)
         first, second, third = self._strides
         context_cell = self.contexts.starts(1)
-        self._decode_lookup = (wide, context_cell, _tuples(self._decode), self._beyond.tolist())
+        self._decode_lookup = (self.alone.cells, self.alone.starts(1), _tuples(self._decode), self._beyond.tolist())
         self._chunk_lookup = (self.chunks.starts(wide), context_cell, _tuples(self._chunk))
         # Cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for.
         cells: dict[int, tuple[float, ...]] = {}
@@ -247,7 +253,7 @@ class AttentionTables:
         """`decode_ns` of many batches, each with at least one decode."""
         mean = total / decodes
         row = np.minimum(decodes, DECODE_LIMIT)
-        found = self._decode[row * self.contexts.cells + self.contexts.of(mean)]
+        found = self._decode[row * self.alone.cells + self.alone.of(mean)]
         ns = found[:, 0] + found[:, 1] * mean
         ns += self._beyond[row] * np.maximum(largest - mean, 0.0)
         if decodes.max(initial=0) > DECODE_LIMIT:

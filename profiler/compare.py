@@ -215,7 +215,7 @@ def _layout(table: pd.DataFrame, hardware: Hardware) -> Iterator[Structure]:
                   own: pd.DataFrame = own) -> tuple[Array, Array]:  # fmt: skip
             import pandas as pd
 
-            fit = fit_attention(pd.concat([others, own[known]]) if kind != "decode" else own[known], hardware.sms)
+            fit = fit_attention(pd.concat([others, own[known]]) if kind == "mixed" else own[known], hardware.sms)
             return _asked(fit.by_law(), kind, b), _asked(fit, kind, b)
 
         for axis in axes:
@@ -254,7 +254,8 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> Iterator[Structure]:
                   ) -> tuple[Array, Array]:  # fmt: skip
             import pandas as pd
 
-            families = fit_families(pd.concat([own[known], table[~alike]]), hardware.sms, kernel)
+            rows = pd.concat([own[known], table[~alike]])
+            families = fit_families(rows, hardware.sms, kernel, learning=False)
             law_us, table_us = np.ones(len(own)), np.ones(len(own))
             for (h, kv), at in places.items():
                 fit = nearest_family(families, int(h), int(kv), 128).for_layout(int(h), int(kv))

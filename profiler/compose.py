@@ -132,9 +132,12 @@ class _Parts:
                 return lambda rows: collective.curve.smooth_us(rows * width)
         self.composed.append("all_reduce")
         self.unmeasured.append("all_reduce")
+        return self._over_link(2.0 * (self.tp - 1) / self.tp * width)
+
+    def _over_link(self, moved: float) -> Curve:
+        """`moved` bytes a row over the device's own link, after the latency of a collective on it."""
         constants, link = RooflineConstants(), self.hardware.link
         latency = constants.all_reduce_ns if link.startswith("NVLink") else constants.pcie_all_reduce_ns
-        moved = 2.0 * (self.tp - 1) / self.tp * width
         rate = self.hardware.link_bandwidth * constants.link_efficiency * 1e-6
         return lambda rows: latency * 1e-3 + rows * (moved / rate)
 
@@ -163,8 +166,11 @@ class _Parts:
         return lambda rows: {name: curve(rows) for name, curve in parts.items()}
 
     def first_rows(self) -> Callable[[Array], Mapping[str, Array]]:
-        embedding = self.elementwise("embedding", self.spec.hidden, 2 * self.spec.hidden)
-        return lambda rows: {"embedding": embedding(rows)}
+        """The embedding; each of tp devices looks up its part of the vocabulary, and an all-reduce adds them."""
+        parts = {"embedding": self.elementwise("embedding", self.spec.hidden, 2 * self.spec.hidden)}
+        if self.tp > 1:
+            parts["all_reduce"] = self.all_reduce()
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
 
     def last_rows(self) -> Callable[[Array], Mapping[str, Array]]:
         norm = self.elementwise("final_norm", self.spec.hidden, 4 * self.spec.hidden)
@@ -179,9 +185,7 @@ class _Parts:
             passes = RooflineConstants().sampler_bytes / ELEMENT_BYTES
             parts["sampler"] = self.elementwise("sampler", spec.vocab, passes * spec.vocab)
         if tp > 1:
-            moved = (tp - 1) / tp * spec.vocab * ELEMENT_BYTES
-            rate = self.hardware.link_bandwidth * RooflineConstants().link_efficiency * 1e-6
-            parts["gather_logits"] = lambda rows: RooflineConstants().all_reduce_ns * 1e-3 + rows * (moved / rate)
+            parts["gather_logits"] = self._over_link((tp - 1) / tp * spec.vocab * ELEMENT_BYTES)
         return lambda rows: {name: curve(rows) for name, curve in parts.items()}
 
     def attention(self) -> Any:

@@ -32,16 +32,17 @@ MISSES_FROM, MISSES_ALL = 0.7, 1.3
 class DecodeLaw:
     """Coefficients of `us`, microseconds.
 
-    launch: of the kernel. combine: of a second one, after splitting. wave, step: of a wave of blocks, and of 128 tokens
-    of each. stream: of 1000 tokens of one stream from memory; `warm` times that while a cache of `cache` thousands
-    holds them (0: no cache to be seen). start: of 1000 streams, however short. alone: of 1000 tokens of one sequence,
-    which nothing shares. join: >= 1, how sharply blocks and memory meet. streams: KV heads of a decode. slots: blocks
-    that run at once.
+    launch: of the kernel; `lone`: with one KV head (0: the same). combine: of a second one, after splitting. wave,
+    step: of a wave of blocks, and of 128 tokens of each. stream: of 1000 tokens of one stream from memory; `warm` times
+    that while a cache of `cache` thousands holds them (0: no cache to be seen). start: of 1000 streams, however short.
+    alone: of 1000 tokens of one sequence, which nothing shares. join: >= 1, how sharply blocks and memory meet.
+    streams: KV heads of a decode. slots: blocks that run at once.
     splits: processors by which FlashAttention 2's rule splits streams; 0: it does not. even: streams are shared out
     evenly instead of a block each.
     """
 
     launch: float = 10.0
+    lone: float = 0.0
     combine: float = 0.0
     wave: float = 2.0
     step: float = 2.0
@@ -73,11 +74,13 @@ class DecodeLaw:
         parts = split_by(streams, np.ceil((context + 1) / CONTEXT_STEP), self.splits)
         # Rounding up adds half a part on average.
         each = steps / parts + (parts - 1) / parts / 2 if typical else np.ceil(steps / parts)
-        return self.priced(context, streams, steps, parts, each)
+        return self.priced(context, streams, steps, parts, each, heads)
 
-    def priced(self, context: Array, streams: Array, steps: Array, parts: Array, each: Array) -> Array:
+    def priced(
+        self, context: Array, streams: Array, steps: Array, parts: Array, each: Array, heads: Array | float
+    ) -> Array:
         """`us` once it is known how many steps and `parts` a stream has, and how many steps `each` part."""
-        launch = self.launch + np.where(parts > 1, self.combine, 0.0)
+        launch = np.where(heads == 1, self.lone or self.launch, self.launch) + np.where(parts > 1, self.combine, 0.0)
         if self.even:
             blocks = np.ceil(streams / self.slots) * self.wave + streams / self.slots * self.step * steps
         else:
@@ -152,13 +155,15 @@ def fit_decode_law(
         *(np.asarray(one, float) for one in (decodes, context, us, heads))
     )
     streams, steps = decodes * heads, context_steps(context)
+    both = kernel != "fa3" and (heads == 1).any() and (heads > 1).any()
 
     def fitted(law: DecodeLaw, some: NDArray[np.int64]) -> tuple[float, DecodeLaw]:
         names = ["launch", "wave", "step", "stream", "start", "join", *_ALSO[kernel]]
         names += ["warm", "cache"] if law.cache else []
+        names += ["lone"] if both else []
         parts = split_by(streams[some], steps[some], law.splits)
         columns = [column[some] for column in (context, streams, steps)]
-        return _fitted(law, names, [*columns, parts, np.ceil(columns[2] / parts)], us[some])
+        return _fitted(law, names, [*columns, parts, np.ceil(columns[2] / parts), heads[some]], us[some])
 
     if like is None:
         sample = np.random.default_rng(0).permutation(len(us))[:SAMPLE]
@@ -175,7 +180,7 @@ def fit_decode_law(
 def _fitted(law: DecodeLaw, names: list[str], columns: list[Array], us: Array) -> tuple[float, DecodeLaw]:
     from scipy.optimize import least_squares
 
-    start = np.log([getattr(law, name) or _FIRST for name in names])
+    start = np.log([getattr(law, name) or (law.launch if name == "lone" else _FIRST) for name in names])
 
     def law_of(x: Array) -> DecodeLaw:
         values = dict(zip(names, np.exp(x).tolist(), strict=True))

@@ -112,8 +112,8 @@ class FittedModel:
         engine, layers = self.engine, self.engine.layer_split[stage]
         run = engine.terms.padded(rows).astype(np.float64)
         terms = {name: us * layers for name, us in engine.layer_rows(run).items()}
-        if stage == 0:
-            terms |= engine.first_rows(run)
+        for name, us in engine.first_rows(run).items() if stage == 0 else ():
+            terms[name] = terms[name] + us if name in terms else us
         if stage == self.stages - 1:
             terms |= engine.last_rows(run)
             if engine.terms.step_us:

@@ -226,7 +226,8 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
             parts = []
             for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
                 out = mine & batches[axis].isin(chosen).to_numpy()
-                others = mine if kind == "decode" else np.full(len(mine), True)
+                # Chunks beside decodes are told from all that has a chunk; the others from themselves.
+                others = mine if kind != "mixed" else (batches["tokens"] > 0).to_numpy()
                 fit = fit_attention(table[others & ~out], hardware.sms)
                 b = batches[out]
                 if kind == "decode":
@@ -245,20 +246,22 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
     """A kernel table: layouts of a model's size, one prompt or one batch of decodes at a time."""
     import pandas as pd
 
-    table = table.reset_index(drop=True)
+    table = table[table["head_dim"] == 128].reset_index(drop=True)
     batches = batch_columns(table)
-    usual = ((table["heads"] / table["kv_heads"]).isin((1, 4, 8)) & (table["head_dim"] == 128)).to_numpy()
+    usual = (table["heads"] / table["kv_heads"]).isin((1, 4, 8)).to_numpy()
     decoding, single = (batches["tokens"] == 0).to_numpy(), (batches["chunks"] == 1).to_numpy()
     kernel = "fa3" if table["backend"].str.contains("fa3").any() else "fa2"
     found = {}
+    whole = fit_families(table[usual], hardware.sms, kernel, learning=False)
     for kind, axes in (("decode", ("decodes", "context")), ("prefill", ("tokens",))):
-        alike, mine = (decoding, usual & decoding) if kind == "decode" else (~decoding, usual & single)
+        mine = usual & (decoding if kind == "decode" else ~decoding)
+        scored = mine if kind == "decode" else mine & single
         for axis in axes:
             parts = []
-            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[mine])):
-                left = batches[axis].isin(chosen).to_numpy() & alike
-                families = fit_families(table[~left], hardware.sms, kernel)
-                for (heads, kv_heads), rows in table[left & mine].groupby(["heads", "kv_heads"]):
+            for fold, chosen in enumerate(folds(batches[axis].to_numpy()[scored])):
+                left = batches[axis].isin(chosen).to_numpy()
+                families = fit_families(table[mine & ~left], hardware.sms, kernel, beside=whole)
+                for (heads, kv_heads), rows in table[left & scored].groupby(["heads", "kv_heads"]):
                     family = nearest_family(families, int(heads), int(kv_heads), 128)
                     fit = family.for_layout(int(heads), int(kv_heads))
                     b = batches.loc[rows.index]

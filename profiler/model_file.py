@@ -38,7 +38,7 @@ from profiler.row_curves import RowCurve
 Array = NDArray[np.float64]
 
 FORMAT = "charioteer fitted model"
-VERSION = 3
+VERSION = 4
 MOST_SLOTS = 1 << 16
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
@@ -119,6 +119,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "uneven_token_us": item.uneven_token_us,
                 "streams_beside": item.streams_beside,
                 "grouped": item.grouped,
+                "straight": item.straight,
                 "region": dict(item.region),
                 "misses": {key: lattice(grid) for key, grid in item.misses.items()},
             }
@@ -353,6 +354,7 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
         uneven_token_us=entry.number("uneven_token_us", 0, 1e3),
         streams_beside=entry.values.get("streams_beside") is True,
         grouped=entry.values.get("grouped") is not False,
+        straight=entry.number("straight", 0.0, 1.0),
         region={key: region.count(key) for key in _REGION},
     )
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-SAMPLE = 400
+SAMPLE = 200
 """Rows that a Gaussian process learns its scales from; all rows serve as neighbours."""
 NEIGHBOURS = 40
 GROUP = 2000
@@ -36,7 +36,7 @@ class Boosting:
 
         kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
         self._trees = HistGradientBoostingRegressor(
-            loss="absolute_error", learning_rate=0.1, max_iter=200, min_samples_leaf=8, random_state=0
+            loss="absolute_error", learning_rate=0.2, max_iter=80, min_samples_leaf=8, random_state=0
         ).fit(points[kept], misses[kept])
         return self
 

@@ -70,10 +70,13 @@ class RowTerms:
 
     def _all_reduce_ns(self, rows: Floats) -> Floats:
         """Ring all-reduce of one hidden state per row: 2 (tp - 1) / tp of its bytes cross every link."""
-        nvlink = self.hardware.link.startswith("NVLink")
-        latency = self.constants.all_reduce_ns if nvlink else self.constants.pcie_all_reduce_ns
         moved = 2.0 * (self.tp - 1) / self.tp * self.model.hidden * self._act
-        return latency + rows * (moved / self._link_bytes_per_ns)
+        return self._collective_ns + rows * (moved / self._link_bytes_per_ns)
+
+    @property
+    def _collective_ns(self) -> float:
+        nvlink = self.hardware.link.startswith("NVLink")
+        return self.constants.all_reduce_ns if nvlink else self.constants.pcie_all_reduce_ns
 
     def sampled(self, sampled: Column) -> dict[str, Column]:
         """Output head over the sampled rows, gathering of logits from tp devices, and the sampler."""
@@ -88,7 +91,7 @@ class RowTerms:
         }
         if self.tp > 1:
             moved = (self.tp - 1) / self.tp * model.vocab * self._act / self._link_bytes_per_ns
-            terms["gather_logits"] = c.all_reduce_ns + s * moved
+            terms["gather_logits"] = self._collective_ns + s * moved
         return {name: np.where(sampled > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
 
 

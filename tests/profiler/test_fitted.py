@@ -342,6 +342,20 @@ def test_keys_of_small_batches_are_cold_in_an_engine() -> None:
         for on in (True, False)
     )
     assert 1.05 < cold / warm < 2.0
+    layer_bytes = batch.decode_context_total * 2 * spec.kv_heads * spec.head_dim * 2
+    assert cold > spec.layers * layer_bytes / hardware.memory_bandwidth * 1e9 > 0.5 * warm
     rtx = [compose(shipped("rtx4090"), spec, load_hardware("rtx4090"), terms=EngineTerms(cold_keys=on))
            for on in (False, True)]  # fmt: skip
     assert rtx[0].stage_ns(batch) == rtx[1].stage_ns(batch)
+
+
+def test_collectives_pay_the_latency_of_their_link_and_the_embedding_is_added_up() -> None:
+    """Without NVLink gathering logits costs an all-reduce's 15 us, and tp > 1 adds one all-reduce to two a layer."""
+    spec, hardware = load_model_spec("llama-3.1-8b"), load_hardware("rtx4090")
+    cost = compose(shipped("rtx4090"), spec, hardware, tp=2)
+    parts = cost.breakdown(BatchShape(((1, 0),), 0, 0, 0, 0, 1))
+    assert parts["gather_logits"] >= 15_000
+    one = parts["all_reduce"] / (2 * spec.layers + 1)
+    assert one == pytest.approx(15_000, rel=0.05)
+    halves = compose(shipped("rtx4090"), spec, hardware, tp=2, pp=2).breakdown(BatchShape(((1, 0),), 0, 0, 0, 0, 1))
+    assert halves["all_reduce"] == pytest.approx(parts["all_reduce"], abs=2)

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.attention_cells import Axis, evaluated, polynomials
-from profiler.attention_fit import fit_attention, tabled
+from profiler.attention_fit import AttentionFit, fit_attention, tabled
+from profiler.attention_law import BatchLaw
 from profiler.decode_law import DecodeLaw, split_by
 from profiler.hardware import load_hardware
 from profiler.importers import import_profile
+from profiler.lattice import Lattice
 from profiler.mixed_law import MixedLaw, dealt
 from profiler.prefill_law import PrefillLaw, dealt_steps, fit_prefill_law
 
@@ -131,3 +133,15 @@ def test_polynomials_are_the_interpolation(data: st.DataObject) -> None:
 def test_cells_of_whole_numbers_are_those_of_arrays() -> None:
     axis = Axis([0, 16, 100, 5000])
     assert axis.starts(7)[:5001] == (axis.of(np.arange(5001)) * 7).tolist()
+
+
+def test_between_measured_batch_sizes_law_and_line_meet_halfway() -> None:
+    decodes, context = (axis.ravel() for axis in np.meshgrid([2.0, 8.0, 32.0], [128.0, 1024.0], indexing="ij"))
+    law = DecodeLaw(streams=8.0)
+    grid = Lattice.from_points([decodes, context], np.full(6, 0.1))
+    fit = AttentionFit(32, 8, 128, 128, BatchLaw(), law, {"decode": grid}, straight=0.5)
+    measured = law.us(decodes, context) * np.exp(0.1)
+    assert fit.decode_us(decodes, context) == pytest.approx(measured)
+    ends = fit.decode_us([8.0, 32.0], 1024.0)
+    line = ends[0] + (ends[1] - ends[0]) * 4.0 / 24.0
+    assert fit.decode_us(12.0, 1024.0) == pytest.approx(np.sqrt(line * law.us(12.0, 1024.0) * np.exp(0.1)))
