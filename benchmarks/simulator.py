@@ -129,20 +129,27 @@ def measure_trace(path: Path, policy: str) -> dict[str, Any]:
 
 
 def measure_start() -> dict[str, float]:
-    """Wall seconds of fresh processes, best of three: the help text, and everything up to one simulated request."""
+    """Seconds of fresh processes, best of three: the help text, and everything up to one simulated request."""
     root = Path(__file__).resolve().parents[1]
     one_request = (
         "from simulator import replay\nfrom workloads import generate\n"
         "replay(generate(requests=1, arrivals='poisson:1', prompt='fixed:8', output='fixed:1'), cost_model='roofline')"
     )
 
-    def best(command: list[str]) -> float:
-        return min(
-            timed(lambda: subprocess.run([sys.executable, *command], cwd=root, check=True, capture_output=True))[0]
-            for _ in range(3)
-        )
+    def best(command: list[str]) -> tuple[float, float]:
+        walls, cpus = [], []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            run = [sys.executable, *command]
+            walls.append(timed(lambda run=run: subprocess.run(run, cwd=root, check=True, capture_output=True))[0])  # type: ignore[misc]
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpus.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(walls), min(cpus)
 
-    return {"help_s": best(["-m", "simulator", "--help"]), "first_iteration_s": best(["-c", one_request])}
+    (help_s, help_cpu_s), (first_s, first_cpu_s) = best(["-m", "simulator", "--help"]), best(["-c", one_request])
+    return {
+        "help_s": help_s, "help_cpu_s": help_cpu_s, "first_iteration_s": first_s, "first_iteration_cpu_s": first_cpu_s,
+    }  # fmt: skip
 
 
 def measure_long(requests: int) -> dict[str, Any]:
@@ -223,7 +230,10 @@ def main() -> None:
             f"{row['us_per_iteration']:.1f} us an iteration"
         )
     start = result["start"]
-    print(f"start: help in {start['help_s']:.2f} s, first iteration in {start['first_iteration_s']:.2f} s")
+    print(
+        f"start: help in {start['help_s']:.2f} s ({start['help_cpu_s']:.2f} s CPU), first iteration in "
+        f"{start['first_iteration_s']:.2f} s ({start['first_iteration_cpu_s']:.2f} s CPU)"
+    )
     if "long run" in result:
         row = result["long run"]
         print(
