@@ -333,9 +333,14 @@ def write_fit(fit: IterationFit, path: str | Path) -> None:
 
 def is_iteration_fit(path: str | Path) -> bool:
     """Whether a file says that it is one of ours; nothing else of it is checked."""
+    return says_format(path, FORMAT)
+
+
+def says_format(path: str | Path, name: str) -> bool:
+    """Whether a file names this format in its first bytes."""
     try:
         with checked_file(path, ProfileError).open("rb") as file:
-            return FORMAT.encode() in file.read(200)
+            return name.encode() in file.read(200)
     except (OSError, ProfileError):
         return False
 
