@@ -58,16 +58,20 @@ def blocks_of(step: Step) -> int:
     return int(step.tables.max())
 
 
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was given; a CPU has when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def measure(run: Callable[[], object], repeats: int, device: torch.device) -> list[tuple[float, float]]:
     """(wall, CPU) seconds of each of `repeats` runs, after one that does not count."""
     times = []
     for index in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         cpu, wall = time.process_time_ns(), time.perf_counter_ns()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         if index:
             times.append(((time.perf_counter_ns() - wall) / 1e9, (time.process_time_ns() - cpu) / 1e9))
     return times
@@ -106,8 +110,10 @@ def bench_batch(
 
     def timed(*arguments: Any) -> None:
         nonlocal spent
+        wait_for(loaded.device)
         began = time.perf_counter_ns()
         type(attention).attend(attention, *arguments)
+        wait_for(loaded.device)  # a launch alone says nothing
         spent += time.perf_counter_ns() - began
 
     graphs = graphs_for(loaded, cache, longest)

@@ -22,7 +22,8 @@ _WINDOW, _MEMORY = 1 << 16, 1 << 24  # float32: 256 KiB of 64 MiB at a time
 
 
 class SpeedGauge:
-    """Times a fixed bit of work; `samples` are nanoseconds, in order."""
+    """Times a fixed bit of work; `samples` are nanoseconds, in order, `moments_ns` when they were taken (of
+    `time.perf_counter_ns`)."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -32,9 +33,11 @@ class SpeedGauge:
         self._at = 0
         self._next_s = 0.0
         self.samples: list[int] = []
+        self.moments_ns: list[int] = []
         for _ in range(3):
             self.sample()
         self.samples.clear()
+        self.moments_ns.clear()
 
     def sample(self) -> int:
         """Do the work once; returns the geometric mean of its three parts in ns, so that none outweighs the others."""
@@ -53,6 +56,7 @@ class SpeedGauge:
         parts = (called - start, multiplied - called, end - multiplied)
         found = round(math.prod(max(part, 1) for part in parts) ** (1 / 3))
         self.samples.append(found)
+        self.moments_ns.append(end)
         return found
 
     def __call__(self) -> None:

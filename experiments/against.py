@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from workloads import Trace
 
 ENSEMBLE = 12
+SAME = ("policy", "knobs", "model", "num_blocks", "tp", "pp")
+"""What repeats of one live run have in common."""
 
 
 @dataclass
@@ -100,15 +102,16 @@ def _against_ours(
 
     first = runs[0].config
     for run, path in zip(runs, paths):
-        same = all(run.config.get(key) == first.get(key) for key in ("policy", "knobs", "model", "num_blocks"))
+        same = all(run.config.get(key) == first.get(key) for key in SAME)
         if run.config.get("world") != "live" or not same:
             raise ExperimentError(
                 f"{path}: found a run of another world, policy or engine, expected repeats of one live run"
             )
     trace = trace_of_run(runs[0])
-    cost = _cost(cost_model, str(first["model"]), gpu, str(first.get("dtype", "auto")))
+    tp, pp = (int(first.get(key) or 1) for key in ("tp", "pp"))
+    cost = _cost(cost_model, str(first["model"]), gpu, str(first.get("dtype", "auto")), tp, pp)
     config = ReplayConfig(
-        policy=str(first["policy"]), knobs=first["knobs"], model=str(first["model"]),
+        policy=str(first["policy"]), knobs=first["knobs"], model=str(first["model"]), tp=tp, pp=pp,
         token_budget=first["token_budget"], max_num_seqs=first["max_num_seqs"],
         max_model_len=first["max_model_len"], block_size=first["block_size"],
         num_blocks=first["num_blocks"], watermark=first.get("live", {}).get("watermark"),
@@ -143,18 +146,22 @@ def _against_other(
     )  # fmt: skip
 
 
-def _cost(cost_model: str, model: str, gpu: str | None, dtype: str) -> CostModel:
-    """A fitted model of whole iterations needs no device; anything else is about one."""
+def _cost(cost_model: str, model: str, gpu: str | None, dtype: str, tp: int = 1, pp: int = 1) -> CostModel:
+    """Fitted iterations, whole ones or those of a pipeline's stages, need no device; anything else is about one."""
     from profiler import load_cost_model, load_model_spec
     from profiler.iteration_model import is_iteration_fit, load_iterations
+    from profiler.staged_model import is_staged_fit, load_staged
 
+    spec = load_model_spec(model)
+    if is_staged_fit(cost_model):
+        return load_staged(cost_model, spec, tp=tp, pp=pp)
     if is_iteration_fit(cost_model):
-        return load_iterations(cost_model, load_model_spec(model))
+        return load_iterations(cost_model, spec, pp=pp)  # iterations of ranks that share layers are whole ones, too
     if gpu is None:
         raise ExperimentError(
             f"--cost-model {cost_model}: needs the device: give --gpu, or the model.json of a validation"
         )
-    return load_cost_model(model, gpu, cost_model=cost_model, dtype=dtype)
+    return load_cost_model(model, gpu, cost_model=cost_model, dtype=dtype, tp=tp, pp=pp)
 
 
 def _compare(
@@ -166,13 +173,14 @@ def _compare(
     say: Callable[[str], None],
 ) -> tuple[list[Comparison], RunTables]:
     from profiler.iteration_model import IterationModel
+    from profiler.staged_model import StagedModel
     from simulator import replay
 
     say(f"predict: {policy}, {len(trace)} requests")
     predicted = replay(trace, config, cost=cost)
     simulated = predicted.summary
     draws = []
-    if isinstance(cost, IterationModel):
+    if isinstance(cost, IterationModel | StagedModel):
         draws = [replay(trace, config, cost=cost.perturbed(seed)).summary for seed in range(ENSEMBLE)]
     rows = compare(policy, float("nan"), simulated, draws, (), live)
     predicted.tables.summary = simulated

@@ -18,6 +18,7 @@ from experiments.stage_files import read_json, write_json
 
 if TYPE_CHECKING:
     from executor.batch_rig import BatchRig
+    from executor.speed_gauge import SpeedGauge
     from profiler.iteration_model import IterationFit
     from profiler.plan import Point
 
@@ -72,11 +73,14 @@ def changed(probes: Sequence[Probe], noise: float) -> bool:
     return max(speeds) / min(speeds) - 1 > bound or max(abs(speed - 1) for speed in speeds) > bound
 
 
-def write_gauge(path: Path, samples: Sequence[int]) -> None:
-    """What a speed gauge took beside a live run: {"typical_ns": ..., "samples": n}."""
+def write_gauge(path: Path, gauge: SpeedGauge) -> None:
+    """What a speed gauge took beside a live run: {"typical_ns": ..., "samples": n, "at_s": [...], "ns": [...]}; at_s
+    counts from the first sample, which is taken when the first batch is done."""
     from executor.speed_gauge import typical_ns
 
-    write_json(path, {"typical_ns": typical_ns(samples), "samples": len(samples)})
+    samples, moments = gauge.samples, gauge.moments_ns
+    at_s = [round((moment - moments[0]) / 1e9, 4) for moment in moments]
+    write_json(path, {"typical_ns": typical_ns(samples), "samples": len(samples), "at_s": at_s, "ns": samples})
 
 
 def gauged_speed(path: Path, model: Any) -> float | None:

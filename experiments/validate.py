@@ -24,6 +24,7 @@ from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
 from experiments.validate_settings import Settings, slice_of
+from experiments.wandering import slowness_over_time, wandering_run
 from policies.input_file import parse_json, read_text
 from policies.output_file import write_text
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from metrics import RunTables
     from profiler.iteration_model import IterationModel
     from profiler.plan import MeasurementPlan
+    from simulator import ReplayConfig
     from workloads import Trace
 
 Say = Callable[[str], None]
@@ -234,7 +236,7 @@ class Validation:
             gauge = self.live_side.new_gauge()
             run = self.live_side.serve(trace, policy, cost=model, num_blocks=blocks, gauge=gauge)
             if gauge is not None:
-                write_gauge(self._gauge_file(repeat, load, policy), gauge.samples)
+                write_gauge(self._gauge_file(repeat, load, policy), gauge)
             run.write(self._live_folder(repeat, load, policy))
         if todo and not self.settings.engine.is_sharded:
             self._probe(model, plan, "after the last run")
@@ -261,14 +263,17 @@ class Validation:
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
                     result.fed[name] = why_not_fed(run) or feed(run, trace, model)
                     residuals.append(Iterations.of(run, model))
-                    gauged = gauged_speed(self._gauge_file(repeat, load, policy), model)
-                    if gauged is not None:
-                        result.gauged[name] = (gauged, residuals[-1].slowness)
-                    for speed, found in (
-                        (gauged or speed_around(result.probes, name), at_probed_speed),
-                        (residuals[-1].slowness, at_live_speed),
-                    ):
-                        found.append(self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary)
+                    own, gauge = residuals[-1].slowness, self._gauge_file(repeat, load, policy)
+                    if (gauged := gauged_speed(gauge, model)) is not None:
+                        result.gauged[name] = (gauged, own)
+                    at_live_speed.append(self._at_speed(trace, policy, model, own))
+                    wandering = slowness_over_time(gauge, model, int(run.column_ns("iterations", "end_s")[0]))
+                    if wandering is not None:
+                        config = self._replay_config(policy)
+                        at_probed_speed.append(wandering_run(trace, config, model, *wandering))
+                    else:
+                        speed = gauged or speed_around(result.probes, name)
+                        at_probed_speed.append(self._at_speed(trace, policy, model, speed))
                     result.lost += len(trace) - run.rows("requests")
                     for status in run.column("requests", "status").tolist():
                         result.ends[status] = result.ends.get(status, 0) + 1
@@ -288,17 +293,24 @@ class Validation:
     # Parts
 
     def _simulate(self, trace: Trace, policy: PolicyChoice, cost: Any) -> Any:
-        from simulator import ReplayConfig, replay
+        from simulator import replay
+
+        return replay(trace, self._replay_config(policy), cost=cost)
+
+    def _at_speed(self, trace: Trace, policy: PolicyChoice, model: IterationModel, speed: float) -> Any:
+        return self._simulate(trace, policy, type(model)(model.fit, speed=speed)).summary
+
+    def _replay_config(self, policy: PolicyChoice) -> ReplayConfig:
+        from simulator import ReplayConfig
 
         engine = self.settings.engine
-        config = ReplayConfig(
+        return ReplayConfig(
             policy=policy.name, knobs=policy.knobs, model=engine.model, gpu=str(self.out / "device.toml"),
             dtype=self._dtype(), token_budget=engine.token_budget, max_num_seqs=engine.max_num_seqs,
             max_model_len=int(read_json(self.out / "ceilings.json")["max_model_len"]), block_size=engine.block_size,
             num_blocks=int(read_json(self.out / "capacity.json")["num_blocks"]), seed=engine.seed, tp=engine.tp,
             pp=engine.pp,
         )  # fmt: skip
-        return replay(trace, config, cost=cost)
 
     def _dtype(self) -> str:
         return str(read_json(self.out / "ceilings.json")["dtype"])
@@ -379,8 +391,7 @@ class Validation:
 
 
 def _repeated(trace: Trace, count: int) -> Trace:
-    order = np.tile(np.arange(len(trace)), count)
-    return trace.rearranged(order, np.zeros(len(order), np.int64))
+    return trace.rearranged(np.tile(np.arange(len(trace)), count), np.zeros(count * len(trace), np.int64))
 
 
 def _turn(policy: PolicyChoice, load: float, repeat: int) -> str:

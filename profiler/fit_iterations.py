@@ -37,6 +37,8 @@ LEAST_SHAPES = 8
 ALTERNATIONS = 4
 STRETCH = 28
 """Measurements by which the machine's speed is told, a few seconds of them."""
+GAUGED = 5
+"""Measurements over which the gauge's samples are averaged; of 1 to 31 it left the least error on held-out batches."""
 POWERS = (0.5, 2.5)
 """What a gauge's power may be at least and at most: beyond it the fit has seen something else."""
 STEADY = 0.015
@@ -82,7 +84,8 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         weights = np.sqrt(np.minimum([item.count for item in measured], 9)) / 3.0
         prices = _solve(design, seconds, weights)
         fitted = np.maximum(_design(everything) @ prices, 1.0)
-        slowness = _slowness(table["at_s"].to_numpy(), np.log(own_s * 1e9 / fitted))
+        excess = np.log(own_s * 1e9 / fitted)
+        slowness = _slowness(table["at_s"].to_numpy(), excess, table["gauge_s"].to_numpy(float))
     rng = np.random.default_rng(seed)
     ensemble = []
     for _ in range(resamples):
@@ -107,6 +110,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         aftermath=tuple(prices_after),
         disturbance=max(0.0, float(observed.sum() / (fitted * slowness).sum()) - 1.0),
         drift=float(np.std(np.log(slowness))),
+        phases=_phases(table["at_s"].to_numpy(), np.log(slowness)),
         errors={
             "shapes": float(len(shapes)),
             "fit_median": float(np.median(inside)),
@@ -265,22 +269,50 @@ def _aftermath(profile: Profile, prices: Array, at_s: Array, slowness: Array) ->
     return fit_aftermath(led, steps, table["median_s"].to_numpy() * 1e9 / slowness[at], base)
 
 
-def _slowness(at_s: Array, excess: Array) -> Array:
+def _slowness(at_s: Array, excess: Array, gauge_s: Array) -> Array:
     """How slow the machine was at each measurement, 1 on average, from the logarithm of measured over fitted.
 
     One value for every stretch of so many measurements as tell it to about a per cent; all 1 where the stretches
-    differ by no more than that.
+    differ by no more than that. Inside a stretch the gauge tells, where there is one: phases last a second or less.
     """
-    known = ~np.isnan(at_s)
-    order = np.argsort(np.where(known, at_s, 0.0), kind="stable")
+    order = np.argsort(np.where(np.isnan(at_s), 0.0, at_s), kind="stable")
     count = len(order) // STRETCH
-    if not known.all() or count < 3:
+    if np.isnan(at_s).any() or count < 3:
         return np.ones(len(at_s))
+    told = _told(order, excess, gauge_s, count)
     found = np.zeros(len(at_s))
     for rows in np.array_split(order, count):
-        found[rows] = np.median(excess[rows])
+        found[rows] = np.median((excess - told)[rows])
+    found += told
     found -= found.mean()
     return np.exp(found) if float(np.std(found)) > STEADY else np.ones(len(at_s))
+
+
+def _told(order: NDArray[np.int64], excess: Array, gauge_s: Array, count: int) -> Array:
+    """The part of the excess that the gauge tells, zeros without one; over GAUGED measurements, as single samples are
+    as noisy as what they measure."""
+    if not (gauge_s > 0).all():
+        return np.zeros(len(order))
+    logs = np.log(gauge_s)
+    told = np.empty(len(order))
+    padded = np.pad(logs[order], GAUGED // 2, mode="edge")
+    told[order] = np.convolve(padded, np.ones(GAUGED) / GAUGED, mode="valid")
+    told -= told.mean()
+    if float(told.std()) <= STEADY:
+        return np.zeros(len(order))
+    return told * float(np.clip(np.polyfit(told, excess, 1)[0], *POWERS))
+
+
+def _phases(at_s: Array, logs: Array) -> float:
+    """How many independent values the stretches' speeds are worth, from how much each resembles the one before; 0 where
+    the machine kept its speed."""
+    if not logs.any():
+        return 0.0
+    parts = np.array_split(logs[np.argsort(at_s, kind="stable")], len(logs) // STRETCH)
+    series = np.array([part.mean() for part in parts])
+    apart = series - series.mean()
+    alike = float((apart[1:] * apart[:-1]).sum() / (apart**2).sum())
+    return float(np.clip(len(series) * (1 - alike) / (1 + alike), 3.0, len(series)))
 
 
 def _gauge(table: Any, excess: Array) -> dict[str, float]:

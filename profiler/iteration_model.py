@@ -77,7 +77,8 @@ class IterationFit:
     shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). aftermath: what batches with
     chunks leave to the steps after them (`profiler.aftermath`), empty where nothing was seen. disturbance: mean time
     lost to whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed
-    between stretches of the measurement. errors: of held-out structures and of the fit itself; noise: of repeats.
+    between stretches of the measurement; phases: how many independent values of it were seen, 0 where that is not
+    known. errors: of held-out structures and of the fit itself; noise: of repeats.
     """
 
     device: str
@@ -93,6 +94,7 @@ class IterationFit:
     aftermath: tuple[float, ...] = ()
     disturbance: float = 0.0
     drift: float = 0.0
+    phases: float = 0.0
     errors: Mapping[str, float] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -255,12 +257,24 @@ class IterationModel:
         at, scale, left = 0.0, 0.5, seed + 1
         while left:
             at, scale, left = at + scale * (left & 1), scale / 2, left >> 1
-        speed = self.speed * math.exp(fit.drift * NormalDist().inv_cdf(at))
+        speed = self.speed * math.exp(fit.drift * _deviations(at, fit.phases))
         if not fit.resampled:
             return IterationModel(fit, speed=speed)
         prices = fit.resampled[seed % len(fit.resampled)]
         count = len(ROW_TERMS)
         return IterationModel(replace(fit, row_prices=prices[:count], prices=prices[count:], resampled=()), speed=speed)
+
+
+def _deviations(share: float, phases: float) -> float:
+    """Quantile of a value yet to come, in standard deviations of the `phases` values that are known.
+
+    Few phases say little about the next one: Student's distribution is the wider, the fewer they are.
+    """
+    if phases < 2:
+        return NormalDist().inv_cdf(share)
+    from scipy.special import stdtrit
+
+    return float(stdtrit(phases - 1, share)) * math.sqrt((phases + 1) / (phases - 1))
 
 
 def amounts(columns: ShapeColumns) -> Column:
@@ -319,9 +333,14 @@ def write_fit(fit: IterationFit, path: str | Path) -> None:
 
 def is_iteration_fit(path: str | Path) -> bool:
     """Whether a file says that it is one of ours; nothing else of it is checked."""
+    return says_format(path, FORMAT)
+
+
+def says_format(path: str | Path, name: str) -> bool:
+    """Whether a file names this format in its first bytes."""
     try:
         with checked_file(path, ProfileError).open("rb") as file:
-            return FORMAT.encode() in file.read(200)
+            return name.encode() in file.read(200)
     except (OSError, ProfileError):
         return False
 
@@ -349,7 +368,8 @@ def read_fit(path: str | Path) -> IterationFit:
             values["aftermath"] = _prices(path, entry.name, found, AFTERMATH_PRICES) if found else ()
         elif entry.name == "bounds":
             values["bounds"] = _bounds(path, found)
-        elif entry.name in ("disturbance", "drift"):
+        elif entry.name in ("disturbance", "drift", "phases"):
+            found = document.get(entry.name, 0 if entry.name == "phases" else None)  # older files know no phases
             values[entry.name] = _prices(path, entry.name, [found], 1)[0]
         elif entry.name in ("errors", "noise", "provenance"):
             values[entry.name] = found if isinstance(found, dict) else {}

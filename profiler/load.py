@@ -80,9 +80,12 @@ def _shipped(hardware: Hardware) -> Path | None:
 
 def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
     from profiler.iteration_model import is_iteration_fit, load_iterations
+    from profiler.staged_model import is_staged_fit, load_staged
 
     if is_iteration_fit(path):
         return load_iterations(path, spec, **engine)
+    if is_staged_fit(path):
+        return load_staged(path, spec, **engine)
     if find_spec("profiler.fitted") is None:
         raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
     from profiler.fitted import load_fitted

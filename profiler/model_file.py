@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -32,6 +32,7 @@ from profiler.device_fit import Collective, DeviceFit
 from profiler.errors import ProfileError
 from profiler.gemm_law import TILES, GemmLaw
 from profiler.lattice import Lattice
+from profiler.model_entry import Entry
 from profiler.prefill_law import PrefillLaw
 from profiler.row_curves import RowCurve
 
@@ -42,7 +43,6 @@ VERSION = 4
 MOST_SLOTS = 1 << 16
 MAX_JSON_BYTES = 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
-MAX_ENTRIES = 20_000
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
@@ -152,7 +152,7 @@ def read_model(path: str | Path) -> DeviceFit:
     if path.suffix == ".npz":
         path = path.with_suffix(".json")
     document = _read_json(path)
-    entry = _Entry(path, "", document)
+    entry = Entry(path, "", document)
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         found = f"{document.get('format')!r} version {document.get('version')!r}"
         raise ProfileError(f"{path}: found {found}, expected {FORMAT!r} version {VERSION}")
@@ -170,79 +170,10 @@ def read_model(path: str | Path) -> DeviceFit:
         profiled=entry.pairs("profiled", lambda pair: (str(pair[0])[:200], int(pair[1]))),
         terms=entry.mapping("terms"),
         provenance=entry.mapping("provenance"),
-        errors={k: _Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
+        errors={k: Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
         worst=listed(f"{path}: worst", entry.values.get("worst") or (), str, ProfileError),
-        noise=_Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
+        noise=Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
     )
-
-
-class _Entry:
-    """One JSON object with its place in the file, so that every complaint names both."""
-
-    def __init__(self, path: Path, where: str, values: Any) -> None:
-        self.path, self.where = path, where
-        if not isinstance(values, dict):
-            self.fail("", values, "a JSON object")
-        self.values: dict[str, Any] = values
-
-    def fail(self, key: str, found: Any, expected: str) -> None:
-        place = ".".join(part for part in (self.where, key) if part)
-        raise ProfileError(f"{self.path}: {place}: found {str(found)[:60]!r}, expected {expected}")
-
-    def text(self, key: str) -> str:
-        value = self.values.get(key)
-        if not isinstance(value, str) or len(value) > 200:
-            self.fail(key, value, "a short text")
-        return str(value)
-
-    def number(self, key: str, low: float, high: float) -> float:
-        value = self.values.get(key)
-        good = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        if not good:
-            self.fail(key, value, f"a number from {low:g} to {high:g}")
-        return float(value)  # type: ignore[arg-type]
-
-    def count(self, key: str, least: int = 0, most: int = 1 << 40) -> int:
-        value = self.number(key, least, most)
-        if value != int(value):
-            self.fail(key, value, "a whole number")
-        return int(value)
-
-    def numbers(self, *wanted: str) -> dict[str, float]:
-        found = {key: self.number(key, -1e15, 1e15) for key in self.values}
-        return found | {key: self.number(key, 0.0, 1e6) for key in wanted}
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.values.get(key, {})
-        if not isinstance(value, dict):
-            self.fail(key, value, "a JSON object")
-        return dict(value)
-
-    def items(self, key: str) -> list[_Entry]:
-        value = self.values.get(key, [])
-        if not isinstance(value, list) or len(value) > MAX_ENTRIES:
-            self.fail(key, value, "a list")
-        return [_Entry(self.path, f"{key}[{index}]", item) for index, item in enumerate(value)]
-
-    def pairs(self, key: str, convert: Callable[[Any], Any]) -> tuple[Any, ...]:
-        value = self.values.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, list) and len(item) == 2 for item in value):
-            self.fail(key, value, "a list of pairs")
-        try:
-            return tuple(convert(item) for item in value)
-        except (TypeError, ValueError):
-            self.fail(key, value, "pairs of the right kind")
-            raise AssertionError from None
-
-    def array(self, key: str, values: Array) -> Array:
-        return self.cut(key, self.values.get(key), values)
-
-    def cut(self, key: str, place: Any, values: Array) -> Array:
-        """The piece of the long row that starts at place[0] and has the shape place[1:]."""
-        whole = isinstance(place, list) and 2 <= len(place) <= 5 and all(type(one) is int for one in place)
-        if not whole or min(place) < 0 or min(place[1:]) < 1 or place[0] + math.prod(place[1:]) > values.size:
-            self.fail(key, place, f"[start, shape ...] within the {values.size} values of the .npz")
-        return values[place[0] : place[0] + math.prod(place[1:])].reshape(place[1:])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -279,7 +210,7 @@ def _read_values(path: Path, digest: str) -> Array:
     return values.astype(np.float64)
 
 
-def _curve(entry: _Entry, arrays: Array) -> RowCurve:
+def _curve(entry: Entry, arrays: Array) -> RowCurve:
     rows, us = entry.array("rows", arrays), entry.array("us", arrays)
     if rows.ndim != 1 or rows.shape != us.shape:
         entry.fail("us", us.shape, f"one dimension and as many values as rows {rows.shape}")
@@ -290,14 +221,14 @@ def _curve(entry: _Entry, arrays: Array) -> RowCurve:
     return RowCurve(entry.text("operator"), entry.count("n"), entry.count("k"), rows, us)
 
 
-def _gemm_law(entry: _Entry) -> GemmLaw | None:
+def _gemm_law(entry: Entry) -> GemmLaw | None:
     if entry.values.get("gemm_law") is None:
         return None
-    law = _Entry(entry.path, "gemm_law", entry.values["gemm_law"])
+    law = Entry(entry.path, "gemm_law", entry.values["gemm_law"])
     shares = law.values.get("efficiency")
     if not isinstance(shares, list) or len(shares) != len(TILES):
         law.fail("efficiency", shares, f"{len(TILES)} shares")
-    each = _Entry(entry.path, "gemm_law.efficiency", {str(index): share for index, share in enumerate(shares or [])})
+    each = Entry(entry.path, "gemm_law.efficiency", {str(index): share for index, share in enumerate(shares or [])})
     return GemmLaw(
         efficiency=tuple(each.number(str(index), 1e-6, 2.0) for index in range(len(TILES))),
         memory=law.number("memory", 1e-6, 2.0),
@@ -309,23 +240,23 @@ def _gemm_law(entry: _Entry) -> GemmLaw | None:
     )
 
 
-def _misses(entry: _Entry, arrays: Array) -> dict[str, Lattice]:
+def _misses(entry: Entry, arrays: Array) -> dict[str, Lattice]:
     misses = {}
     for key, value in entry.mapping("misses").items():
         axes = _AXES.get(key.partition(":")[0])
         if axes is None:
             entry.fail("misses", key, f"one of {', '.join(_AXES)}")
-        misses[key] = _lattice(_Entry(entry.path, f"{entry.where}.misses.{key}", value), axes or 0, arrays)
+        misses[key] = _lattice(Entry(entry.path, f"{entry.where}.misses.{key}", value), axes or 0, arrays)
     return misses
 
 
-def _family(entry: _Entry, arrays: Array) -> AttentionFamily:
+def _family(entry: Entry, arrays: Array) -> AttentionFamily:
     misses = _misses(entry, arrays)
     if not {"decode", "prefill"} <= set(misses):
         entry.fail("misses", sorted(misses), "decode and prefill")
     if entry.text("kernel") not in ("fa2", "fa3"):
         entry.fail("kernel", entry.values["kernel"], "fa2 or fa3")
-    region = _Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
+    region = Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
     return AttentionFamily(
         head_dim=entry.count("head_dim", least=1),
         group=entry.count("group", least=1),
@@ -339,8 +270,8 @@ def _family(entry: _Entry, arrays: Array) -> AttentionFamily:
     )
 
 
-def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
-    region = _Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
+def _attention(entry: Entry, arrays: Array) -> AttentionFit:
+    region = Entry(entry.path, f"{entry.where}.region", entry.values.get("region"))
     return AttentionFit(
         heads=entry.count("heads", least=1),
         kv_heads=entry.count("kv_heads", least=1),
@@ -359,32 +290,32 @@ def _attention(entry: _Entry, arrays: Array) -> AttentionFit:
     )
 
 
-def _batch_law(entry: _Entry) -> BatchLaw:
-    values = _Entry(entry.path, f"{entry.where}.batch_law", entry.values.get("batch_law"))
+def _batch_law(entry: Entry) -> BatchLaw:
+    values = Entry(entry.path, f"{entry.where}.batch_law", entry.values.get("batch_law"))
     return BatchLaw(**_coefficients(values, BatchLaw().as_dict()) | {"query_rows": values.count("query_rows", 1)})
 
 
-def _decode_law(entry: _Entry) -> DecodeLaw:
-    values = _Entry(entry.path, f"{entry.where}.decode_law", entry.values.get("decode_law"))
+def _decode_law(entry: Entry) -> DecodeLaw:
+    values = Entry(entry.path, f"{entry.where}.decode_law", entry.values.get("decode_law"))
     counts = {name: values.count(name, least, MOST_SLOTS) for name, least in (("slots", 1), ("splits", 0))}
     return DecodeLaw(**_coefficients(values, DecodeLaw().as_dict()), **counts, even=values.values.get("even") is True)
 
 
-def _coefficients(values: _Entry, names: Mapping[str, Any]) -> dict[str, Any]:
+def _coefficients(values: Entry, names: Mapping[str, Any]) -> dict[str, Any]:
     floats = [name for name, value in names.items() if isinstance(value, float)]
     return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in floats}
 
 
-def _prefill_law(entry: _Entry) -> PrefillLaw | None:
+def _prefill_law(entry: Entry) -> PrefillLaw | None:
     if entry.values.get("prefill_law") is None:
         return None
-    law = _Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
+    law = Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
     prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
     counts = [law.count(name, 1, MOST_SLOTS) for name in ("slots", "rows", "stride")]
     return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts)
 
 
-def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:
+def _slopes(entry: Entry) -> tuple[tuple[float, float], ...]:
     slopes = entry.pairs("uneven_decode", lambda pair: (float(pair[0]), float(pair[1])))
     numbers = [pair[0] for pair in slopes]
     if numbers != sorted(set(numbers)) or not all(n >= 1 and 0 <= us <= 1e3 and math.isfinite(n) for n, us in slopes):
@@ -392,7 +323,7 @@ def _slopes(entry: _Entry) -> tuple[tuple[float, float], ...]:
     return slopes
 
 
-def _lattice(entry: _Entry, dimensions: int, arrays: Array) -> Lattice:
+def _lattice(entry: Entry, dimensions: int, arrays: Array) -> Lattice:
     places = entry.values.get("axes")
     if not isinstance(places, list) or len(places) != dimensions:
         entry.fail("axes", places, f"{dimensions} axes")

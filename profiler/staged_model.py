@@ -21,7 +21,7 @@ from policies.input_file import read_json
 from policies.output_file import write_text
 from policies.request import Ns
 from profiler.errors import ProfileError
-from profiler.iteration_model import IterationFit, IterationModel, host_amounts, read_fit, write_fit
+from profiler.iteration_model import IterationFit, IterationModel, host_amounts, read_fit, says_format, write_fit
 from profiler.shapes import ShapeColumns
 
 Column = NDArray[np.int64]
@@ -186,6 +186,21 @@ def read_staged(path: Path) -> StagedFit:
     after = _numbers(path, "host_after", document.get("host_after"), 2)
     fits = tuple(read_fit(_stage_file(path, number)) for number in range(stages))
     return StagedFit(fits, tuple(zip(latency, row)), before, (after[0], after[1]), provenance)
+
+
+def is_staged_fit(path: str | Path) -> bool:
+    """Whether a file says that it is one of ours; nothing else of it is checked."""
+    return says_format(path, FORMAT)
+
+
+def load_staged(path: str | Path, spec: Any, *, tp: int = 1, pp: int = 1, **engine: Any) -> StagedModel:
+    """The cost model of a file, for the model and the stages that it was measured with and no others."""
+    fit = read_staged(Path(path))
+    if fit.model != spec.name:
+        raise ProfileError(f"{path}: was measured with {fit.model}, not with {spec.name}; profile that model")
+    if (tp, pp) != (1, len(fit.stages)):
+        raise ProfileError(f"{path}: was measured with pp {len(fit.stages)}, tp 1; found pp {pp}, tp {tp}")
+    return StagedModel(fit)
 
 
 def _numbers(path: Path, name: str, found: Any, count: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,8 @@ def test_there_are_commands():
 def test_the_commands_run_in_the_order_of_the_readme(package, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     needed = [line for line in commands() if line.split()[2] == package or "--out" in line]
+    if find_spec("torch") is None:
+        needed = [line for line in needed if "executor" not in line and "runs/live" not in line]
     for line in needed:
         words = line.replace("python", sys.executable, 1).split()
         done = subprocess.run(

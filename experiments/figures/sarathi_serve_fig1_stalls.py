@@ -84,8 +84,8 @@ def run(quick: bool) -> Result:
     )
     if not artifact:
         note += " The artifact's curves are absent here, so they are not drawn."
-    setting = {**ENGINE, "left": "128 requests at once, arxiv_summarization", "right": "openchat_sharegpt4, Poisson",
-               "policies": POLICIES}  # fmt: skip
+    setting = {**ENGINE, "left": f"{len(burst)} requests at once, arxiv_summarization",
+               "right": "openchat_sharegpt4, Poisson", "policies": POLICIES}  # fmt: skip
     return Result(setting, costs, {"curves": curves, "tail": tail}, checks, comparisons, note)
 
 

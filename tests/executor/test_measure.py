@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,8 +71,12 @@ def test_a_plan_becomes_a_profile_that_can_be_fitted(loaded: Loaded, tmp_path: P
     table = read_profile(tmp_path / "p.parquet").table
     assert len(table) == len(profile.table)
     iterations = table[table["operator"] == "iteration"]
-    # Every planned point at least once, and more where a fit was unsure.
-    assert len(iterations) > len(plan.points) + len(plan.noise)
+    # Every planned point at least once, and more where a fit was unsure; on a machine that is busy the first round.
+    entries = [json.loads(line) for line in (tmp_path / "p.parquet.log").read_text().splitlines()]
+    measured = [entry for entry in entries if "key" in entry]
+    assert len(measured) >= plan.per_round + len(plan.noise)
+    time_was_up = measured[-1]["at_s"] > 0.9 * (1 - plan.unsure_share) * plan.budget_s
+    assert len(measured) > len(plan.points) + len(plan.noise) or time_was_up
     assert (iterations[["host_before_s", "host_after_s", "cpu_s", "at_s"]].notna()).all(axis=None)
     assert {"qkv", "attention", "head", "sampler", "norm", "rotary"} <= set(table["operator"])
     assert said[-1] == "operators"

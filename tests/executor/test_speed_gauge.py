@@ -10,6 +10,7 @@ import pytest
 
 from executor.speed_gauge import EVERY_S, SpeedGauge, typical_ns
 from experiments.drift import gauged_speed, write_gauge
+from experiments.stage_files import read_json
 
 
 def test_samples_lie_apart_and_are_short() -> None:
@@ -24,7 +25,10 @@ def test_samples_lie_apart_and_are_short() -> None:
 def test_a_speed_is_one_mean_over_the_other(tmp_path: Path) -> None:
     assert typical_ns([100] * 9) is None
     assert typical_ns([100, 400] * 5) == pytest.approx(200)
-    write_gauge(tmp_path / "g.json", [100, 400] * 5)
+    gauge = SpeedGauge()
+    gauge.samples, gauge.moments_ns = [100, 400] * 5, [10**9 + number * 10**8 for number in range(10)]
+    write_gauge(tmp_path / "g.json", gauge)
+    assert read_json(tmp_path / "g.json")["at_s"][:3] == [0.0, 0.1, 0.2]
     model = SimpleNamespace(fit=SimpleNamespace(provenance={"gauge": {"typical_s": 160e-9, "power": 2.0}}))
     assert gauged_speed(tmp_path / "g.json", model) == pytest.approx(1.25**2)
     model.fit.provenance = {"gauge": {}}  # a profile from before there was a gauge

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments.against import validate_against
 from experiments.errors import ExperimentError
-from experiments.live_side import EngineChoice
+from experiments.live_side import EngineChoice, PolicyChoice
 from experiments.pipeline_bubbles import ALL, BubbleComparison, bubbles_in_short, ranked
 from experiments.validate import Validation
 from experiments.validate_report import write_report
@@ -77,7 +79,8 @@ def test_the_loop_over_two_stages_agrees_batch_by_batch(tmp_path: Path) -> None:
         repeats=1, budget_s=1.0, ensemble=1, loads=(1.5,),
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=4, token_budget=256, pp=2),
     )  # fmt: skip
-    result = Validation(settings, tmp_path / "out").run()
+    validation = Validation(settings, tmp_path / "out")
+    result = validation.run()
     for name, found in result.agreements.items():
         assert found.exact, (name, found.divergence)
     assert result.lost == 0
@@ -90,5 +93,14 @@ def test_the_loop_over_two_stages_agrees_batch_by_batch(tmp_path: Path) -> None:
     page = write_report(result, tmp_path / "out")[0].read_text()
     assert "## Bubbles" in page
     assert len(json.loads((tmp_path / "out" / "report.json").read_text())["bubbles"]) == len(result.bubbles)
+    # A run of two stages is held against costs of two stages only.
+    live = [validation._live_folder(0, 1.5, PolicyChoice.parse(settings.policies[0]))]
+    options: dict[str, Any] = {"gpu": "h100", "model": None, "options": {}, "say": lambda _: None}
+    again = validate_against(live, cost_model=str(tmp_path / "out" / "model.json"), **options)
+    assert again.simulated is not None
+    assert set(again.simulated.column("stages", "stage").tolist()) == {0, 1}
+    one_device = tmp_path / "out" / "model.stage0.json"
+    with pytest.raises(ProfileError, match="say nothing about tp 1, pp 2"):
+        validate_against(live, cost_model=str(one_device), **options)
     with pytest.raises(ExperimentError, match="measures its own stages"):
         Validation(settings, tmp_path / "other", profile=tmp_path / "x.parquet")._staged_model(None)  # type: ignore[arg-type]

@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 
 PACKAGES = ("workloads", "simulator", "metrics", "profiler", "experiments", "executor")
 
@@ -71,3 +75,27 @@ def assert_sound(ended: Ended) -> None:
 
 
 needs_posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a POSIX system")
+
+
+@cache
+def group_of(package: str) -> Any:
+    """The click group behind `python -m PACKAGE`."""
+    return typer.main.get_command(import_module(f"{package}.__main__").build())
+
+
+class TooLong(BaseException):
+    """A command that goes on for a senseless value."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    def ring(number: int, frame: Any) -> None:
+        raise TooLong(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.hardening.command_line import assert_sound, needs_posix, run
-from tests.hardening.test_every_option import TooLong, at_most
+from tests.hardening.command_line import TooLong, assert_sound, at_most, needs_posix, run
 from tests.hardening.test_hostile_files import SHAPE
 from tests.metrics.sample_runs import three_requests
 

@@ -7,18 +7,14 @@ option of a few commands meets one value in turn, and one bent form.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hardening.command_line import assert_sound, needs_posix, run
-from tests.hardening.test_documented_commands import group_of
+from tests.hardening.command_line import TooLong, assert_sound, at_most, group_of, needs_posix, run
 
 pytestmark = needs_posix
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,25 +26,6 @@ VALUES = (
 )  # fmt: skip
 TELLTALES = ("9" * 5_000, "nan", "²", "1" + "0" * 18, "", "é\udcff", "-1", ":")
 SECONDS = 20
-
-
-class TooLong(BaseException):
-    """A command that goes on for a senseless value."""
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    def ring(number: int, frame: Any) -> None:
-        raise TooLong(f"still running after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
 
 QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("workloads", "describe"): ("t.csv",),

@@ -1,5 +1,6 @@
 """Flat memory: an hour of simulated load here and now; minutes of live load by hand, since they pass in real time
-(SOAK_MINUTES=10 python -m pytest tests/hardening/test_soak.py -s)."""
+(SOAK_MINUTES=10 python -m pytest tests/hardening/test_soak.py -s). Nobody lost on a thousand replicas; as many requests
+as SOAK_REQUESTS says (1000000 by hand: minutes)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from tests.hardening.command_line import needs_posix
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "0"))
 """Of live load; none unless asked for, since it passes in real time."""
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "4000"))
 
 
 def resident_mib(pid: int) -> float:
@@ -48,6 +50,35 @@ def test_an_hour_of_simulated_load_keeps_its_memory(tmp_path: Path) -> None:
     print(f"{len(trace)} requests: {early:.1f} MiB after a quarter of an hour, {late:.1f} MiB at the end")
     assert len(trace) > 3_400
     assert late < early + 8
+
+
+@needs_posix
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("replicas", [1, 1000])
+def test_nobody_is_lost_among_many(replicas: int, tmp_path: Path) -> None:
+    """Every request ends once, with all its tokens, and no more memory is held than the trace and who is there need."""
+    import numpy as np
+
+    from metrics import Recorder
+    from simulator import ReplayConfig
+    from simulator.pools import make_cluster_plan
+    from simulator.simulation import simulate
+    from workloads import generate
+
+    trace = generate(requests=REQUESTS, arrivals=f"poisson:{40 * replicas}", prompt="lognormal:300,1,1,4000", output="lognormal:20,1,1,200", seed=6)
+    config = ReplayConfig(policy="chunked", num_blocks=4000, replicas=replicas, cost_model="roofline", gpu="h100")
+    recorder = Recorder(part_rows=65_536, stream_to=tmp_path)
+    sizes = [resident_mib(os.getpid())]
+    began = time.process_time()
+    simulate(trace, make_cluster_plan(config, trace, None), recorder, lambda ended, total: sizes.append(resident_mib(os.getpid())))
+    took = time.process_time() - began
+    kept = recorder.tables()
+    rows, status, tokens = (kept.column("requests", name) for name in ("request", "status", "output_tokens"))
+    print(f"{len(trace):,} requests on {replicas:,} replicas: {took:.0f} s of CPU, {max(sizes):.0f} MiB at most")
+    assert (np.bincount(rows, minlength=len(trace)) == 1).all()
+    assert (status == "finished").all()
+    assert (tokens == trace.output_tokens[rows]).all()
+    assert max(sizes) < sizes[0] + 150 + 0.001 * len(trace) + 0.2 * replicas
 
 
 @needs_posix

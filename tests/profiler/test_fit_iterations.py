@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from policies.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.fit_iterations import disagreement, fit_iterations, predicted_device_s
-from profiler.iteration_model import IterationModel, is_iteration_fit, read_fit, write_fit
+from profiler.fit_iterations import _phases, disagreement, fit_iterations, predicted_device_s
+from profiler.iteration_model import IterationModel, _deviations, is_iteration_fit, read_fit, write_fit
 from profiler.load import load_cost_model
 from profiler.profile import Profile, chunk_text, make_profile
 
@@ -191,3 +191,16 @@ def test_a_gauge_is_told_by_how_much_iterations_follow_it() -> None:
 def test_too_few_iterations_are_no_profile() -> None:
     with pytest.raises(ProfileError, match="found 3 distinct iterations, expected at least 8"):
         fit_iterations(profile_of(some_shapes(0, 3)))
+
+
+def test_few_phases_of_the_machine_make_wide_intervals() -> None:
+    at = np.arange(280.0)
+    # Ten stretches of 28: five slow ones after five quick ones are hardly two phases, alternating ones are ten.
+    quick = [0.1, 0.101, 0.102, 0.103, 0.104]
+    apart, together = (np.repeat(speeds, 28) for speeds in ([0.1, -0.1] * 5, quick + [-speed for speed in quick]))
+    assert _phases(at, apart) == 10
+    assert _phases(at, together) == 3
+    assert _phases(at, np.zeros(280)) == 0
+    # Student's 95 % point with 2 degrees of freedom is 2.92 standard deviations; one value yet to come, of three known.
+    assert _deviations(0.95, 3) == pytest.approx(2.920 * np.sqrt(4 / 2), rel=1e-3)
+    assert _deviations(0.95, 0) == pytest.approx(1.645, rel=1e-3)
