@@ -19,13 +19,14 @@ AZURE ?= ../shared/data/traces/azure2023
 FULL_TRACES ?= $(AZURE)/AzureLLMInferenceTrace_conv.csv $(AZURE)/AzureLLMInferenceTrace_code.csv
 FULL_OUT ?= runs/validate-full
 
-.PHONY: help replay validate validate-full test lint bench clean
+.PHONY: help replay validate validate-full test test-compiled compiled lint bench clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
 	@echo "make validate [VALIDATE_TRACE=my.csv]                            profile, predict, run live, compare: under 10 minutes"
 	@echo "make validate-full                                               all policies, both Azure traces, two models: hours, resumable"
 	@echo "make test                                                        install what the tests need, run them all"
+	@echo "make test-compiled                                               compile the hot modules beside the source, test with these"
 	@echo "make lint                                                        ruff, mypy"
 	@echo "make bench                                                       the simulator's speed beside a bare loop"
 
@@ -60,6 +61,14 @@ lint: $(VENV)/dev
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Whole packages, their hot modules compiled, in a folder of their own: the checkout stays pure Python.
+compiled: $(VENV)/dev
+	CHARIOTEER_COMPILE=1 $(BIN)/python setup.py -q build --build-lib build/compiled
+
+test-compiled: compiled
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -o pythonpath="build/compiled ." \
+		tests/policies tests/simulator tests/metrics tests/executor tests/experiments
 
 bench: $(VENV)/core
 	$(BIN)/python benchmarks/simulator.py

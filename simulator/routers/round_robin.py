@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from random import Random
 
 from policies import Request
 from simulator.routers.router import ReplicaView, Router
+
+_by_number = attrgetter("number")
 
 
 @dataclass
@@ -17,6 +21,7 @@ class RoundRobin(Router):
     _last: int = field(default=-1, init=False, repr=False)
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
-        chosen = next((replica for replica in replicas if replica.number > self._last), replicas[0])
+        at = bisect_right(replicas, self._last, key=_by_number)
+        chosen = replicas[at if at < len(replicas) else 0]
         self._last = chosen.number
         return chosen
