@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from policies.errors import InputError
 
-class ExecutorError(ValueError):
+
+class ExecutorError(InputError):
     """A model, prompt, device or setting that cannot be executed; one line that says what, where and how to mend it."""

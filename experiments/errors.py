@@ -1,5 +1,7 @@
 """The one exception type of this folder."""
 
+from policies.errors import InputError
 
-class ExperimentError(ValueError):
+
+class ExperimentError(InputError):
     """An experiment cannot be run as asked; the message says what was found and what was expected."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from experiments.errors import ExperimentError
 from policies.input_file import read_toml
-from policies.settings import check_value
+from policies.settings import check_value, shown
 
 BAND = 0.30
 PER = "GPU-hour"
@@ -36,13 +36,13 @@ class Price:
 
     def __post_init__(self) -> None:
         if isinstance(self.amount, bool) or not isinstance(self.amount, int | float) or not 1e-9 <= self.amount <= 1e12:
-            raise ExperimentError(f"price: amount: found {self.amount!r}, expected a number above 0")
+            raise ExperimentError(f"price: amount: found {shown(self.amount)}, expected a number above 0")
         if not isinstance(self.currency, str) or not self.currency.strip():
-            raise ExperimentError(f"price: currency: found {self.currency!r}, expected one such as EUR")
+            raise ExperimentError(f"price: currency: found {shown(self.currency)}, expected one such as EUR")
         for field in fields(self)[1:]:
             check_value(f"price: {field.name}", getattr(self, field.name), (str,), ExperimentError)
         if self.per != PER:
-            raise ExperimentError(f"price: per: found {self.per!r}, expected {PER}")
+            raise ExperimentError(f"price: per: found {shown(self.per)}, expected {PER}")
 
     def of_gpu_seconds(self, gpu_seconds: float) -> float:
         return self.amount * gpu_seconds / 3600
@@ -82,7 +82,8 @@ def _parse(text: str) -> Price:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals:
-            raise ExperimentError(f"--price: found {part.strip()!r}, expected `2.5 EUR` or key=value pairs with commas")
+            found = shown(part.strip())
+            raise ExperimentError(f"--price: found {found}, expected `2.5 EUR` or key=value pairs with commas")
         values[key.strip()] = _number(value) if key.strip() == "amount" else value.strip()
     return _price({"source": "given as --price", **values}, "--price")
 
@@ -106,7 +107,7 @@ def _price(values: Mapping[str, Any], where: str) -> Price:
     known = [field.name for field in fields(Price)]
     for key in values:
         if key not in known:
-            raise ExperimentError(f"{where}: found key {key!r}, expected some of {', '.join(known)}")
+            raise ExperimentError(f"{where}: found key {shown(key)}, expected some of {', '.join(known)}")
     for key in ("amount", "currency"):
         if key not in values:
             raise ExperimentError(f"{where}: found no {key}")
@@ -116,7 +117,7 @@ def _price(values: Mapping[str, Any], where: str) -> Price:
             cleaned["date"] = date.fromisoformat(str(cleaned["date"])).isoformat()
         except ValueError:
             found = cleaned["date"]
-            raise ExperimentError(f"{where}: date: found {found!r}, expected one such as 2026-01-31") from None
+            raise ExperimentError(f"{where}: date: found {shown(found)}, expected one such as 2026-01-31") from None
     try:
         return Price(**cleaned)
     except ExperimentError as error:

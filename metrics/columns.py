@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from policies.errors import InputError
+
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
@@ -24,7 +26,7 @@ STATUSES = ("finished", "rejected", "failed", "aborted")
 """How a request can end. There is no fifth way: no request is ever lost."""
 
 
-class MetricsError(ValueError):
+class MetricsError(InputError):
     """A run folder, table or option that makes no sense; one line that says what was found and what was expected."""
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from metrics.columns import MetricsError
 from metrics.statistics import percentiles
 from metrics.token_times import TokenTimes
+from policies.settings import shown
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -52,16 +53,17 @@ def parse_slo(text: str) -> tuple[Bound, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\w+?)_(mean|max|p(\d+(?:\.\d+)?))\s*=\s*(\S+)\s*", part)
         if not match or match[1] not in SLO_METRICS:
-            raise MetricsError(f"SLO: found {part.strip()!r}, expected {_FORM}")
+            raise MetricsError(f"SLO: found {shown(part.strip())}, expected {_FORM}")
         try:
             bound_s = float(match[4])
         except ValueError:
             bound_s = math.nan
         if not 0 < bound_s < 1e9:
-            raise MetricsError(f"SLO: {part.strip()!r}: found bound {match[4]!r}, expected seconds above 0, below 1e9")
+            found = shown(match[4])
+            raise MetricsError(f"SLO: {shown(part.strip())}: found bound {found}, expected seconds above 0, below 1e9")
         percentile = float(match[3]) if match[3] else (100.0 if match[2] == "max" else None)
         if percentile is not None and percentile > 100:
-            raise MetricsError(f"SLO: {part.strip()!r}: found percentile {match[3]}, expected at most 100")
+            raise MetricsError(f"SLO: {shown(part.strip())}: found percentile {match[3][:20]}, expected at most 100")
         bounds.append(Bound(match[1], match[2], percentile, bound_s))
     return tuple(bounds)
 
@@ -78,7 +80,7 @@ def parse_objectives(text: str) -> str | dict[str, str]:
     for part in text.split(";"):
         name, colon, objective = (piece.strip() for piece in part.partition(":"))
         if not colon or not name or name in objectives:
-            raise MetricsError(f"SLO: found {part.strip()!r}, expected class:objective, each class once")
+            raise MetricsError(f"SLO: found {shown(part.strip())}, expected class:objective, each class once")
         parse_slo(objective)
         objectives[name] = objective
     return objectives

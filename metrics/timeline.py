@@ -26,6 +26,7 @@ from metrics.columns import MetricsError
 from metrics.pipeline import Schedule, schedules
 from metrics.tables import RunTables
 from policies.output_file import whole_file
+from policies.settings import shown
 
 Ints = NDArray[np.int64]
 
@@ -47,7 +48,7 @@ def parse_window(text: str) -> Window:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)?\s*:\s*(\d+(?:\.\d+)?)?\s*", text)
     start_s, end_s = (float(match[1] or 0), float(match[2] or LATEST_S)) if match else (0.0, 0.0)
     if not start_s < min(end_s, LATEST_S):
-        raise MetricsError(f"timeline window: found {text!r}, expected from:to in seconds, such as 10:20")
+        raise MetricsError(f"timeline window: found {shown(text)}, expected from:to in seconds, such as 10:20")
     return Window(round(start_s * 1e9), EVERYTHING.end if end_s >= LATEST_S else round(end_s * 1e9))
 
 

@@ -41,13 +41,13 @@ def check_value(name: str, value: Any, wanted: tuple[type, ...], error: type[Exc
         fits = type(None) in wanted
     if not fits:
         expected = " or ".join(_SAID[one] for one in wanted if one in _SAID)
-        raise error(f"{name}: found {_short(value)}, expected {expected or 'nothing'}")
+        raise error(f"{name}: found {shown(value)}, expected {expected or 'nothing'}")
     if isinstance(value, float) and not math.isfinite(value):
         raise error(f"{name}: found {value}, expected a finite number")
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise error(f"{name}: found {_short(value)}, expected at most {LARGEST:.0e}")
+        raise error(f"{name}: found {shown(value)}, expected at most {LARGEST:.0e}")
     if isinstance(value, str) and (len(value) > LONGEST_TEXT or "\0" in value):
-        raise error(f"{name}: found {_short(value)}, expected at most {LONGEST_TEXT:,} characters and no NUL")
+        raise error(f"{name}: found {shown(value)}, expected at most {LONGEST_TEXT:,} characters and no NUL")
 
 
 def whole_number(text: str) -> int | None:
@@ -60,7 +60,7 @@ def whole_number(text: str) -> int | None:
 def listed(name: str, value: Any, of: type, error: type[Exception]) -> tuple[Any, ...]:
     """A list of a file of settings as a tuple of plain values of one type; raises `error` for anything else."""
     if not isinstance(value, list | tuple):
-        raise error(f"{name}: found {_short(value)}, expected a list")
+        raise error(f"{name}: found {shown(value)}, expected a list")
     for entry in value:
         check_value(f"{name}: entry", entry, (of,), error)
     return tuple(value)
@@ -83,6 +83,7 @@ def _types(hint: Any) -> tuple[type, ...]:
     return tuple(kind for inner in get_args(hint) for kind in _types(inner))
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a message quotes it: 60 characters of it at most."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a very large number"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -25,6 +25,7 @@ from policies.ledger import KVView
 from policies.policy import MemoryRule, Policy, knob
 from policies.queues import Queues
 from policies.request import NS_PER_S, Ns
+from policies.settings import shown
 from policies.track import Track
 
 
@@ -183,10 +184,10 @@ def parse_classes(text: str) -> Mapping[str | None, Targets]:
                 seconds = -1.0
             if not (colon and name and key in ("ttft", "tbt") and key not in found and 0 <= seconds < 1e9):
                 raise PolicyError(
-                    f"SLO classes: found {entry!r}, expected NAME:ttft=SECONDS,tbt=SECONDS (either may be left out)"
+                    f"SLO classes: found {shown(entry)}, expected NAME:ttft=SECONDS,tbt=SECONDS (or only one of them)"
                 )
             found[key] = seconds
         if name in classes:
-            raise PolicyError(f"SLO classes: {name!r} is given twice")
+            raise PolicyError(f"SLO classes: {shown(name)} is given twice")
         classes[name] = Targets(found.get("ttft"), found.get("tbt"))
     return classes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from policies.errors import InputError
 
-class ProfileError(ValueError):
+
+class ProfileError(InputError):
     """A model, GPU, profile or cost model that cannot be used; one line that says what, where and how to mend it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.settings import whole_number
+from policies.settings import shown, whole_number
 from profiler.errors import ProfileError
 
 
@@ -28,5 +28,5 @@ def parse_split(text: str | None) -> tuple[int, ...] | None:
         return None
     counts = [whole_number(part.strip()) for part in text.split(",")]
     if None in counts:
-        raise ProfileError(f"layer split: found {text!r}, expected whole numbers such as 20,12")
+        raise ProfileError(f"layer split: found {shown(text)}, expected whole numbers such as 20,12")
     return tuple(count for count in counts if count is not None)

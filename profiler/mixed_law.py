@@ -133,22 +133,25 @@ def fit_mixed_law(
     return fitted(law, shapes[many], times[many])[1]
 
 
-_known: dict[tuple[object, ...], float] = {}
-MOST_KNOWN = 1 << 19
+_known: dict[tuple[object, ...], dict[bytes, float]] = {}
+MOST_KNOWN = 1 << 20
 
 
 def dealt(heads: int, shapes: Array, law: MixedLaw, typical: bool = False) -> Array:
     """Steps until the last block of each batch ends; batches once dealt are remembered (refits see them again)."""
     deal = (heads, law.slots, law.rows, law.stride, law.block, law.decode_block, law.empty, typical)
-    keys = [(*deal, *shape) for shape in map(tuple, shapes.tolist())]
-    new = [row for row, key in enumerate(keys) if key not in _known]
+    shapes = np.ascontiguousarray(shapes, np.float64)
+    keys: list[bytes] = shapes.view(f"V{shapes.itemsize * shapes.shape[1]}").ravel().tolist()
+    known = _known.setdefault(deal, {})
+    new = [row for row, key in enumerate(keys) if key not in known]
     if new:
-        if len(_known) + len(new) > MOST_KNOWN:
+        if sum(map(len, _known.values())) + len(new) > MOST_KNOWN:
             _known.clear()
+            known = _known.setdefault(deal, {})
             new = list(range(len(keys)))
         steps = _dealt(heads, shapes[new], law, typical).tolist()
-        _known.update(zip([keys[row] for row in new], steps, strict=True))
-    return np.array([_known[key] for key in keys])
+        known.update(zip([keys[row] for row in new], steps, strict=True))
+    return np.fromiter(map(known.__getitem__, keys), np.float64, len(keys))
 
 
 def _dealt(heads: int, shapes: Array, law: MixedLaw, typical: bool) -> Array:

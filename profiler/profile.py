@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from policies.input_file import checked_file
 from policies.output_file import whole_file
+from policies.settings import shown
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def parse_chunks(text: str) -> tuple[tuple[int, int], ...]:
     for part in text.split():
         match = _CHUNK.match(part)
         if match is None or int(match[1]) < 1 or int(match[3] or 1) > 65536:
-            raise ProfileError(f"chunks: found {part!r}, expected tokens:prefix, e.g. 512:0 or 128:1024x3")
+            raise ProfileError(f"chunks: found {shown(part)}, expected tokens:prefix, e.g. 512:0 or 128:1024x3")
         chunks += [(int(match[1]), int(match[2]))] * int(match[3] or 1)
     return tuple(chunks)
 

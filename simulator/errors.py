@@ -1,5 +1,7 @@
 """The one exception type of this folder."""
 
+from policies.errors import InputError
 
-class SimulationError(ValueError):
+
+class SimulationError(InputError):
     """A simulation cannot be run as asked; the message says what was found and how to mend it."""

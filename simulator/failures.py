@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from policies.request import NS_PER_S, Ns
+from policies.settings import shown
 from simulator.errors import SimulationError
 from simulator.moment import ARRIVAL, Moment
 
@@ -37,7 +38,7 @@ def parse_failures(texts: Sequence[str], replicas: int | None) -> list[Failure]:
     for text in texts:
         match = _FORM.fullmatch(text.strip())
         if match is None:
-            raise SimulationError(f"--fail: found {text!r}, expected REPLICA@SECONDS or REPLICA@SECONDS+SECONDS")
+            raise SimulationError(f"--fail: found {shown(text)}, expected REPLICA@SECONDS or REPLICA@SECONDS+SECONDS")
         replica = int(match[1])
         if replicas is not None and replica >= replicas:
             raise SimulationError(f"--fail {text}: found replica {replica}, expected 0 to {replicas - 1}")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from policies.settings import shown
 from profiler.cost_model import CostModel
 from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
@@ -87,7 +88,7 @@ def parse_pool(text: str) -> dict[str, Any]:
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
         if not equals or not key or not value:
-            raise SimulationError(f"--pool: found {part.strip()!r}, expected key=value pairs separated by commas")
+            raise SimulationError(f"--pool: found {shown(part.strip())}, expected key=value pairs separated by commas")
         key = key.replace("-", "_")
         table[key] = value.split("+") if key == "layer_split" else value
     return table
@@ -97,7 +98,7 @@ def _pool(config: ReplayConfig, table: Mapping[str, Any], number: int, trace: Tr
     rest = {key.replace("-", "_"): value for key, value in table.items()}
     role = rest.pop("role", "serve")
     if role not in ROLES:
-        raise SimulationError(f"--pool {number}: found role {role!r}, expected one of {', '.join(ROLES)}")
+        raise SimulationError(f"--pool {number}: found role {shown(role)}, expected one of {', '.join(ROLES)}")
     replicas = _as(int, "replicas", rest.pop("replicas", 1), number)
     if replicas < 1:
         raise SimulationError(f"--pool {number}: found {replicas} replicas, expected at least 1")
@@ -122,7 +123,7 @@ def _afd(value: Any, number: int) -> Mapping[str, Any]:
         return value
     pairs = [part.partition(":") for part in str(value).split("+")]
     if not all(colon for _, colon, _ in pairs):
-        raise SimulationError(f"--pool {number}, afd: found {value!r}, expected attention:4+ffn:4")
+        raise SimulationError(f"--pool {number}, afd: found {shown(value)}, expected attention:4+ffn:4")
     return {key: text for key, _, text in pairs}
 
 
@@ -132,4 +133,4 @@ def _as(kind: type, key: str, value: Any, number: int) -> Any:
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
         return kind(value)
     except (TypeError, ValueError, KeyError):
-        raise SimulationError(f"--pool {number}, {key}: found {value!r}, expected {kind.__name__}") from None
+        raise SimulationError(f"--pool {number}, {key}: found {shown(value)}, expected {kind.__name__}") from None

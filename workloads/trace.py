@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.errors import InputError
 from policies.request import NS_PER_S, Request
 from workloads.ragged import RaggedColumn
 
@@ -50,7 +51,7 @@ _INTEGER_COLUMNS = (
 )
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """A trace that cannot be read or makes no sense; the message names file, row, column, found and expected."""
 
 
