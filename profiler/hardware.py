@@ -19,6 +19,9 @@ from policies.settings import check_value, listed
 from profiler.dtypes import canonical_dtype
 from profiler.errors import ProfileError
 
+MOST = 1e21
+"""Of whatever is counted of a GPU: bytes, bytes or FLOPs per second."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -58,6 +61,8 @@ class Hardware:
         for key, value in rates.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected a number above 0")
+            if value > MOST:
+                raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected at most {MOST:.0e}")
         for key in ("memory_bytes", "sms"):
             if getattr(self, key) != int(getattr(self, key)):
                 raise ProfileError(f"gpu {self.name}: {key}: found {getattr(self, key)!r}, expected a whole number")

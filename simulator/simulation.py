@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -94,10 +95,16 @@ def simulate(
     arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
     if progress is None:
         cluster.on_end = arrivals.ended
-    env.run()
-    while cluster.fail_forgotten():
-        env.run()  # those who waited for these answers arrive now
-    cluster.close()
+    try:
+        env.run()
+        while cluster.fail_forgotten():
+            env.run()  # those who waited for these answers arrive now
+        cluster.close()
+    except (struct.error, OverflowError):
+        raise SimulationError(
+            "a time or a count is beyond 2^63 (ns, tokens or blocks), which no table holds: found costs, memory or "
+            "lengths that no machine has"
+        ) from None
     if cluster.ended != total:
         raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")
     return cluster

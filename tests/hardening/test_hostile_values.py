@@ -158,3 +158,10 @@ def test_more_rows_than_memory_has_are_refused_before_they_are_read(tmp_path: Pa
     for name in ("t.csv", "t.jsonl", "t.parquet", "t.csv.gz"):
         with pytest.raises(TraceError, match=r"found \d\d (rows|lines), expected at most 50"):
             read_trace(write_trace(trace, tmp_path / name))
+
+
+@pytest.mark.parametrize(("fact", "said"), [("memory_bandwidth = 1e-308", "beyond 2^63"), ("memory_bytes = 1e308", "memory_bytes")])
+def test_a_gpu_that_no_table_could_hold_is_one_line(fact: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "gpu.toml").write_text(f'base = "h100"\n{fact}\n')
+    (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,40,3\n")
+    assert said in assert_refused(run("simulator", "replay", tmp_path / "t.csv", "--gpu", tmp_path / "gpu.toml"))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,13 @@ def _runs(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_compiled_build_makes_the_same_tables(tmp_path):
+    for package, least in (("mypy", (2, 4)), ("setuptools", (77,))):
+        pytest.importorskip(package)
+        found = tuple(int(part) for part in version(package).split(".")[: len(least)])
+        if found < least:
+            pytest.skip(f"{package} {version(package)} is too old to compile with: {'.'.join(map(str, least))} is needed")
     if importlib.util.find_spec("mypyc") is None:
-        pytest.skip("mypyc is not installed: pip install 'mypy[mypyc]'")
+        pytest.skip("this mypy has no compiler: pip install 'mypy[mypyc]'")
     if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:
         pytest.skip("no C compiler here")
     source, library = tmp_path / "source", tmp_path / "library"
