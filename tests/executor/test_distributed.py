@@ -237,7 +237,7 @@ def test_the_same_command_runs_under_torchrun(spec_file: str, tmp_path: Path) ->
         "--out", str(tmp_path / "out"),
     ]  # fmt: skip
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     run = read_run(tmp_path / "out")

@@ -25,8 +25,14 @@ def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}  # type: ignore[dict-item]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen(
-        [sys.executable, "-m", *map(str, arguments)], text=True, errors="replace", env=environment, **pipes
+        [sys.executable, "-m", *map(str, arguments)], text=True, errors="replace", env=environment,
+        preexec_fn=_heeds_interrupts, **pipes,
     )  # type: ignore[call-overload,no-any-return]
+
+
+def _heeds_interrupts() -> None:
+    """What a shell starts in the background, this suite perhaps, ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(*arguments: object, **options: object) -> tuple[int, str, str]:
