@@ -124,6 +124,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path()) -> SweepSpec:
         raise ExperimentError("space: found no axis, expected at least one, such as chunk_size = [256, 512]")
     axes = tuple(_axis(name, value) for name, value in _flat(space))
     base = _table(content, "base")
+    _table(base, "knobs")
     spec = SweepSpec(
         method,
         tuple(_with_fractions(axis, _policies(axes, base)) for axis in axes),

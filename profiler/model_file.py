@@ -34,6 +34,7 @@ from profiler.gemm_law import TILES, GemmLaw
 from profiler.lattice import Lattice
 from profiler.model_entry import Entry
 from profiler.prefill_law import PrefillLaw
+from profiler.profile import LAYER_GEMMS
 from profiler.row_curves import RowCurve
 
 Array = NDArray[np.float64]
@@ -218,7 +219,9 @@ def _curve(entry: Entry, arrays: Array) -> RowCurve:
         entry.fail("rows", "descending or negative values", "ascending row counts")
     if (us <= 0).any() or us.max() > 1e12:
         entry.fail("us", "a time out of bounds", "microseconds above 0")
-    return RowCurve(entry.text("operator"), entry.count("n"), entry.count("k"), rows, us)
+    operator = entry.text("operator")
+    least = int(operator in (*LAYER_GEMMS, "gemm", "head"))  # a linear layer has a width
+    return RowCurve(operator, entry.count("n", least), entry.count("k", least), rows, us)
 
 
 def _gemm_law(entry: Entry) -> GemmLaw | None:

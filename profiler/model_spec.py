@@ -27,6 +27,10 @@ class Gemm(NamedTuple):
         return self.n * self.k
 
 
+LARGEST = 1 << 40
+"""No width, depth or length of a model comes near it; products of larger ones overflow a float."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A dense decoder-only transformer.
@@ -77,8 +81,9 @@ class ModelSpec:
         sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_position")
         for key in sizes:
             value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ProfileError(f"model {self.name}: {key}: found {value!r}, expected a whole number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+                found = repr(value)[:40]
+                raise ProfileError(f"model {self.name}: {key}: found {found}, expected a whole number of 1 to 2^40")
         if self.heads % self.kv_heads:
             raise ProfileError(f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
         for key, allowed in (("norm", ("rmsnorm", "layernorm")), ("position", ("rope", "learned", "alibi"))):

@@ -100,6 +100,7 @@ def test_settings_find_their_place_in_the_task() -> None:
         ({"space": {"gpus.sms": [1]}}, "expected a prefix"),
         ({"space": {"tp": 4}}, "expected a list or a range"),
         ({"space": {"tp": {"low": 4, "high": 1}}}, "expected low below high"),
+        ({"base": {"knobs": 5}}, "knobs: found 5, expected a table"),
         ({"method": "gird"}, "method: found 'gird'"),
         ({"method": "random"}, "points: found 0"),
         ({"method": "optuna", "points": 3, "objective": "speed"}, "objective: found 'speed'"),

@@ -252,3 +252,11 @@ def test_a_spec_is_a_cache_key() -> None:
     a, b = load_model_spec("llama-3.1-8b"), load_model_spec("llama-3.1-8b")
     assert hash(a) == hash(b)
     assert isinstance(a, ModelSpec)
+
+
+def test_sizes_that_overflow_a_float_are_no_sizes() -> None:
+    from dataclasses import replace
+
+    for key in ("hidden", "intermediate", "layers", "vocab"):
+        with pytest.raises(ProfileError, match=f"{key}: found 1000000000000000000.*, expected a whole number of 1 to 2"):
+            replace(load_model_spec("nano"), **{key: 10**308})
