@@ -26,7 +26,7 @@ def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, arguments)], text=True, errors="replace", env=environment,
-        preexec_fn=_heeds_interrupts, **pipes,
+        **{"preexec_fn": _heeds_interrupts, **pipes},
     )  # type: ignore[call-overload,no-any-return]
 
 
