@@ -8,7 +8,7 @@ gap is given to the simulator at its beginning, and the policy is told the live 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,9 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
     moved = _as_planned(live, trace, planned, end, plans)
     plain = make_engine(replay, moved, cost)
     kept = {entry.name: getattr(plain, entry.name) for entry in fields(Engine)}
-    kept["policy"] = _at_live_moments(plain.policy, dict(zip(plans.tolist(), planned.tolist())))
+    # Some policies go by who is late when the live loop plans, not when the simulator does.
+    live_ns = dict(zip(plans.tolist(), planned.tolist()))
+    kept["policy"] = at_moments(plain.policy, lambda now_ns: live_ns.get(now_ns, now_ns))
     engine = FedEngine(**kept, estimating=model)
     recorder = Recorder()
     simulate(moved, engine, recorder)
@@ -141,15 +143,14 @@ def _plan_moments(live: RunTables, planned: Column, end: Column) -> Column:
     return plans
 
 
-def _at_live_moments(policy: Policy, live_ns: Mapping[Ns, Ns]) -> Policy:
-    """The same policy, told the moment at which the live loop planned: some go by who is late by then. live_ns: the
-    simulator's moment of a plan -> the live one."""
+def at_moments(policy: Policy, moment: Callable[[Ns], Ns]) -> Policy:
+    """The same policy, told `moment(now)` at every plan in the place of the simulator's now."""
 
-    class AtLiveMoments(type(policy)):  # type: ignore[misc]
+    class AtMoments(type(policy)):  # type: ignore[misc]
         def plan(self, queues: Any, draft: Any, kv: Any, host: Any, now_ns: Ns) -> None:
-            super().plan(queues, draft, kv, host, live_ns.get(now_ns, now_ns))
+            super().plan(queues, draft, kv, host, moment(now_ns))
 
-    moved = object.__new__(AtLiveMoments)
+    moved = object.__new__(AtMoments)
     vars(moved).update(vars(policy))  # knobs are fields of a frozen dataclass
     return moved
 

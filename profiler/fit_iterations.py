@@ -279,7 +279,7 @@ def _slowness(at_s: Array, excess: Array, gauge_s: Array) -> Array:
     count = len(order) // STRETCH
     if np.isnan(at_s).any() or count < 3:
         return np.ones(len(at_s))
-    told = _told(order, excess, gauge_s, count)
+    told = _told(order, excess, gauge_s)
     found = np.zeros(len(at_s))
     for rows in np.array_split(order, count):
         found[rows] = np.median((excess - told)[rows])
@@ -288,15 +288,18 @@ def _slowness(at_s: Array, excess: Array, gauge_s: Array) -> Array:
     return np.exp(found) if float(np.std(found)) > STEADY else np.ones(len(at_s))
 
 
-def _told(order: NDArray[np.int64], excess: Array, gauge_s: Array, count: int) -> Array:
+def running_mean(values: Array, window: int) -> Array:
+    """Means over an odd number of neighbours; beyond the ends the last value stands for what is not there."""
+    return np.convolve(np.pad(values, window // 2, mode="edge"), np.ones(window) / window, mode="valid")
+
+
+def _told(order: NDArray[np.int64], excess: Array, gauge_s: Array) -> Array:
     """The part of the excess that the gauge tells, zeros without one; over GAUGED measurements, as single samples are
     as noisy as what they measure."""
     if not (gauge_s > 0).all():
         return np.zeros(len(order))
-    logs = np.log(gauge_s)
     told = np.empty(len(order))
-    padded = np.pad(logs[order], GAUGED // 2, mode="edge")
-    told[order] = np.convolve(padded, np.ones(GAUGED) / GAUGED, mode="valid")
+    told[order] = running_mean(np.log(gauge_s)[order], GAUGED)
     told -= told.mean()
     if float(told.std()) <= STEADY:
         return np.zeros(len(order))

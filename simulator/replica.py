@@ -35,7 +35,6 @@ IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
 LEAST_LEAP: Final = 2
 
 
-
 class Leap(NamedTuple):
     """Equal iterations in flight at once, back to back from planned_ns on: iteration i of them ends at ends_ns[i]."""
 

@@ -100,11 +100,11 @@ def simulate(
         while cluster.fail_forgotten():
             env.run()  # those who waited for these answers arrive now
         cluster.close()
-    except (struct.error, OverflowError):
+    except (struct.error, OverflowError) as error:
         raise SimulationError(
             "a time or a count is beyond 2^63 (ns, tokens or blocks), which no table holds: found costs, memory or "
             "lengths that no machine has"
-        ) from None
+        ) from error
     if cluster.ended != total:
         raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")
     return cluster

@@ -17,7 +17,7 @@ from experiments.document import Heading, Table, Text, as_html, as_markdown
 from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice, PolicyChoice
-from experiments.measured_times import Fed, _at_live_moments
+from experiments.measured_times import Fed, at_moments
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
 from experiments.validate_explore import write_explorable
@@ -144,7 +144,7 @@ def test_a_policy_fed_live_durations_is_told_the_live_moment() -> None:
             draft.append((self.tick, now_ns))
 
     told: list[tuple[int, int]] = []
-    moved = _at_live_moments(Clockwork(tick=5), {100: 107})
+    moved = at_moments(Clockwork(tick=5), lambda now_ns: {100: 107}.get(now_ns, now_ns))
     for now_ns in (100, 200):
         moved.plan(None, told, None, None, now_ns)  # type: ignore[arg-type]
     assert told == [(5, 107), (5, 200)]

@@ -323,18 +323,23 @@ def slo_aware(size: int, ttft_ns: int, tbt_ns: int) -> Oracle:
         plan.first_to_go = lambda job: job.request.priority
         left = size - plan.decode_all()
         prompts = sorted([j for j in plan.running if not j.decodes] + ([] if plan.victims else plan.waiting), key=urgency)
-        line_stands = False
-        for job in sorted(prompts, key=lambda job: plan.now > deadline(job)):
-            if left <= 0:
-                return
-            if job.running:
-                left -= plan.give(job, left)
-            elif not line_stands:
-                got = plan.admit(job, left, job.known)
-                left -= got
-                line_stands = not got
+        _give_in_order(plan, sorted(prompts, key=lambda job: plan.now > deadline(job)), left)
 
     return by_slack
+
+
+def _give_in_order(plan: Plan, jobs: list[Job], left: int) -> None:
+    """Whoever runs goes on; once one who waits is not let in, nobody behind it is."""
+    line_stands = False
+    for job in jobs:
+        if left <= 0:
+            return
+        if job.running:
+            left -= plan.give(job, left)
+        elif not line_stands:
+            got = plan.admit(job, left, job.known)
+            left -= got
+            line_stands = not got
 
 
 def slo_aware_by_time(size: int, targets: dict[str | None, tuple[int, int]]) -> Oracle:
@@ -380,17 +385,7 @@ def slo_aware_by_time(size: int, targets: dict[str | None, tuple[int, int]]) -> 
                 in_time.append(job)
                 ahead += job.lacking
         order = in_time + late
-        left = room(plan, order[0].context)[0]
-        line_stands = False
-        for job in order:
-            if left <= 0:
-                return
-            if job.running:
-                left -= plan.give(job, left)
-            elif not line_stands:
-                got = plan.admit(job, left, job.known)
-                left -= got
-                line_stands = not got
+        _give_in_order(plan, order, room(plan, order[0].context)[0])
 
     return by_slack
 
