@@ -53,7 +53,8 @@ validate: $(VENV)/dev
 		--limit 40 --load 0.6 --repeats 3 --budget 120s --out $(VALIDATE_OUT)
 
 validate-full: $(VENV)/dev
-	$(BIN)/python -m experiments validate-full $(FULL_TRACES) --models nano,tiny --out $(FULL_OUT)
+	$(BIN)/python -m experiments validate-full $(FULL_TRACES) --models nano,tiny \
+		--limit 80,20 --repeats 2 --budget 240s,480s --out $(FULL_OUT)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ as warm as a step in the middle of a run. What is noted of it is what a live run
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ FOLLOWERS = 8
 
 class Timing(NamedTuple):
     """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
-    gauge_ns: what the speed gauge took just before, 0 without one. followers: device, processor and wall time of each
-    of the decodes right after, where these were measured."""
+    gauge_ns: what the speed gauge took just before and after, 0 without one. followers: device, processor and wall time
+    of each of the decodes right after, where these were measured."""
 
     shape: BatchShape
     before_ns: Ns
@@ -117,7 +118,7 @@ class BatchRig(LiveEngine):
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
-        # On a CPU: sampled before a point is led in, so that it costs the measured step none of its caches.
+        # On a CPU: sampled before a point is led in and after its last step, so that it costs neither any caches.
         self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
 
     def warm(self, points: Sequence[Point]) -> None:
@@ -134,14 +135,12 @@ class BatchRig(LiveEngine):
         finally:
             self.runner.graphs = graphs
 
-    def measure(
-        self, point: Point, before_step: Callable[[], Any] | None = None, *, followers: int = 0
-    ) -> Timing:
+    def measure(self, point: Point, before_step: Callable[[], Any] | None = None, *, followers: int = 0) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it).
 
         followers: after a step with chunks, also time so many decodes of whoever can decode then.
         """
-        gauge_ns = self.gauge.sample() if self.gauge is not None else 0
+        gauge_ns = self.gauge.around() if self.gauge is not None else 0
         most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -163,6 +162,8 @@ class BatchRig(LiveEngine):
             timing = self._step(chunks, point.shape)
             steps = [self._step({}) for _ in range(followers if chunks and point.shape.sampled else 0)]
             after = tuple((step.device_ns, step.cpu_ns, step.wall_ns) for step in steps)
+            if self.gauge is not None:
+                gauge_ns = round(math.sqrt(gauge_ns * self.gauge.around()))
             return timing._replace(gauge_ns=gauge_ns, followers=after)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")

@@ -11,6 +11,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from policies.output_file import check_place
+from policies.settings import whole_number
 
 _WHAT, _ENGINE, _PROFILE, _AGAINST = "What to compare", "Engine", "Profile", "Against a run that exists"
 
@@ -181,29 +182,46 @@ def validate_full(
     policies: Annotated[str, typer.Option(help="Policies, or all.", rich_help_panel=_WHAT)] = "all",
     load: Annotated[str, typer.Option(help="Shares of the measured capacity.", rich_help_panel=_WHAT)] = "0.6,0.9",
     repeats: Annotated[int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT)] = 3,
-    limit: Annotated[int, typer.Option(help="Requests of each trace that are used.", rich_help_panel=_WHAT)] = 150,
+    limit: Annotated[
+        str,
+        typer.Option(
+            help="Requests of each trace that are used; one for all models or one each.", rich_help_panel=_WHAT
+        ),
+    ] = "100",
     skip: Annotated[int, typer.Option(help="Requests left out at each start.", rich_help_panel=_WHAT)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = "auto",
     threads: Annotated[int, typer.Option(help="Threads of the model; 0: PyTorch's own.", rich_help_panel=_ENGINE)] = 1,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
-    budget: Annotated[str, typer.Option(help="Time for measuring each profile.", rich_help_panel=_PROFILE)] = "300s",
+    budget: Annotated[
+        str,
+        typer.Option(help="Time for measuring each profile; one for all models or one each.", rich_help_panel=_PROFILE),
+    ] = "300s",
     seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder. The same one goes on.")] = Path("runs/validate-full"),
 ) -> None:
     """Validate models x traces x policies x loads: hours, resumable, one report over all."""
     from executor.commands_profile import seconds_of
     from experiments.live_side import EngineChoice
-    from experiments.validate_full import parts_of, validate_all
+    from experiments.validate_full import ModelShare, parts_of, validate_all
     from experiments.validate_settings import Settings
     from policies import policy_names
 
     names = policy_names() if policies == "all" else [part for part in policies.split(",") if part.strip()]
     base = Settings(
-        trace="", policies=tuple(names), loads=shares_of(load), repeats=repeats, rows=(skip, skip + limit),
-        budget_s=seconds_of(budget, "--budget"),
+        trace="", policies=tuple(names), loads=shares_of(load), repeats=repeats,
         engine=EngineChoice(device=device, threads=threads or None, max_num_seqs=max_num_seqs, seed=seed),
     )  # fmt: skip
-    parts = parts_of(base, traces, [name for name in models.split(",") if name.strip()])
+    chosen = [name.strip() for name in models.split(",") if name.strip()]
+    limits = [requests_of(text) for text in for_each_model(limit, len(chosen), "--limit")]
+    budgets = [seconds_of(text, "--budget") for text in for_each_model(budget, len(chosen), "--budget")]
+    parts = parts_of(
+        base,
+        traces,
+        [
+            ModelShare(name, (skip, skip + requests), budget_s)
+            for name, requests, budget_s in zip(chosen, limits, budgets)
+        ],
+    )
     try:
         validate_all(parts, out, Say(False))
     except KeyboardInterrupt:
@@ -232,3 +250,19 @@ def shares_of(text: str) -> tuple[float, ...]:
         except ValueError:
             raise ExperimentError(f"--load: found {part!r}, expected shares such as 0.6 or 0.6,0.9") from None
     return tuple(found)
+
+
+def for_each_model(text: str, models: int, flag: str) -> list[str]:
+    """ "100,30" as one text for each model, "100" for all of them; ExperimentError for another number of parts."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) not in (1, models):
+        raise ExperimentError(f"{flag}: found {len(parts)} values for {models} models, expected one or one each")
+    return parts * models if len(parts) == 1 else parts
+
+
+def requests_of(text: str) -> int:
+    """A count of requests; ExperimentError for anything else."""
+    found = whole_number(text)
+    if not found:
+        raise ExperimentError(f"--limit: found {text!r}, expected a number of requests, or one for each model")
+    return found

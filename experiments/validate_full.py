@@ -28,16 +28,29 @@ class Part:
     settings: Settings
 
 
-def parts_of(base: Settings, traces: Sequence[Path], models: Sequence[str]) -> list[Part]:
+@dataclass(frozen=True)
+class ModelShare:
+    """A model, the rows [first, last) of each trace that it serves, and its time for a profile: a slow model gets
+    fewer requests and more time."""
+
+    model: str
+    rows: tuple[int, int]
+    budget_s: float
+
+
+def parts_of(base: Settings, traces: Sequence[Path], shares: Sequence[ModelShare]) -> list[Part]:
     """Every model with every trace; the quick ones first."""
     return [
         Part(
-            f"{model}-{trace.name.partition('.')[0]}",
-            replace(base, trace=str(trace), engine=replace(base.engine, model=model)),
+            f"{share.model}-{trace.name.partition('.')[0]}",
+            replace(
+                base, trace=str(trace), rows=share.rows, budget_s=share.budget_s,
+                engine=replace(base.engine, model=share.model),
+            ),
         )
-        for model in models
+        for share in shares
         for trace in traces
-    ]
+    ]  # fmt: skip
 
 
 def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -> list[tuple[Part, Result]]:

@@ -37,6 +37,9 @@ LEAST_SHAPES = 8
 ALTERNATIONS = 4
 STRETCH = 28
 """Measurements by which the machine's speed is told, a few seconds of them."""
+LEAST_STRETCHES = 10
+"""Fewer than so many tell no law between gauge and iterations: a short profile is cut into shorter ones."""
+SHORTEST_STRETCH = 10
 GAUGED = 5
 """Measurements over which the gauge's samples are averaged; of 1 to 31 it left the least error on held-out batches."""
 POWERS = (0.5, 2.5)
@@ -331,7 +334,7 @@ def _gauge(table: Any, excess: Array) -> dict[str, float]:
         return {}
     logs, excess = np.log(gauge[known]), excess[known]
     found = {"typical_s": float(np.exp(logs.mean())), "power": 1.0}
-    count = len(logs) // STRETCH
+    count = max(len(logs) // STRETCH, min(LEAST_STRETCHES, len(logs) // SHORTEST_STRETCH))
     if count >= LEAST_SHAPES:
         parts = np.array_split(np.argsort(at_s[known], kind="stable"), count)
         told = np.array([logs[part].mean() for part in parts])
