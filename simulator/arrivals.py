@@ -18,22 +18,15 @@ _Request: Final = Request
 
 
 class Arrivals:
-    """Plays a trace. `submit(request, output_tokens)` is called for every arrival, in trace order at equal times;
-    `give_up(row)` when a client's patience ends.
+    """Plays a trace, or some rows of it after others (`play`). give_up(row) is called when a client's patience ends.
 
     Only the next arrival stands in the event queue, so a million requests cost no more than a hundred.
     """
 
-    def __init__(
-        self,
-        env: Nanoseconds,
-        trace: Trace,
-        submit: Callable[[Request, int], None],
-        give_up: Callable[[int], None],
-    ) -> None:
+    def __init__(self, env: Nanoseconds, trace: Trace, give_up: Callable[[int], None]) -> None:
         self.env = env
         self.trace = trace
-        self.submit = submit
+        self.submit: Callable[[Request, int], None]
         self.give_up = give_up
         self.arrived = 0
         self._followers = trace.followers()
@@ -46,6 +39,16 @@ class Arrivals:
         self._next = 0
         # One event for all arrivals, put back into the queue each time.
         self._event: Moment | None = None
+
+    def play(self, submit: Callable[[Request, int], None], rows: list[int] | None = None) -> None:
+        """Call submit(request, output_tokens) for every arrival from now on, in trace order at equal times.
+
+        rows: those that arrive, in trace order; all of them unless given.
+        """
+        self.submit = submit
+        if rows is not None:
+            self._open = rows
+        self._next = 0
         self._schedule_next()
 
     @staticmethod
@@ -59,6 +62,14 @@ class Arrivals:
             assert self.trace.think_ns is not None
             delay = int(self.trace.think_ns[follower])
             Moment(self.env, delay, lambda event, row=follower: self._arrive(row, self.env.now), ARRIVAL)  # type: ignore[misc]
+
+    def request(self, row: int, now: Ns) -> Request:
+        """The request of a row that arrives now."""
+        if self._plain is not None:
+            prompts, limits = self._plain
+            return _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
+        request = self.trace.request(row)
+        return request if request.arrival_ns == now else request._replace(arrival_ns=now)
 
     def _schedule_next(self) -> None:
         if self._next < len(self._open):
@@ -79,13 +90,7 @@ class Arrivals:
         self._schedule_next()
 
     def _arrive(self, row: int, now: Ns) -> None:
-        if self._plain is not None:
-            prompts, limits = self._plain
-            request = _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
-        else:
-            request = self.trace.request(row)
-            if request.arrival_ns != now:
-                request = request._replace(arrival_ns=now)
+        request = self.request(row, now)
         self.arrived += 1
         if self._impatient:
             patience = self.trace.timeout_ns(row)

@@ -39,7 +39,13 @@ class VirtualTime(Nanoseconds):
 
     def __init__(self, initial_time: int = 0) -> None:
         super().__init__(initial_time)
+        self._began = initial_time
         self.sharers = 0
+
+    def rewind(self) -> None:
+        """Back to the beginning, for another engine's turn; whatever was to happen has happened."""
+        assert not self._queue, "events are left"
+        self._now = self._began
 
     def next_ns(self) -> Ns:
         """When the next event is due; as late as can be where there is none."""

@@ -64,7 +64,7 @@ class Cluster:
         self.store = KVStore(self, plan.config.kv_store_gib) if plan.config.kv_store_gib is not None else None
         config = plan.config
         self.router = make_router(config.router, config.router_knobs)
-        self._rng = Random(f"{config.seed} router")
+        self.router_rng = Random(f"{config.seed} router")
         self._pool_of: list[int] = []
         self._up: list[Replica] = []
         self._draining: list[Replica] = []
@@ -83,6 +83,11 @@ class Cluster:
     def submit(self, request: Request, output_tokens: int) -> None:
         """A request arrives; output_tokens is its true output length."""
         self._place(request, output_tokens, 0)
+
+    def submit_to(self, replica: Replica, request: Request, output_tokens: int) -> None:
+        """`submit` where the router has chosen already and the replica is up."""
+        self._home[request.id] = replica
+        replica.submit(request, output_tokens)
 
     def give_up(self, row: int) -> None:
         """The client of a request has lost its patience; nothing happens if it has ended."""
@@ -109,7 +114,7 @@ class Cluster:
             else:
                 self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
             return
-        replica = up[0] if len(up) == 1 else choose(self.router, request, up, self._rng)
+        replica = up[0] if len(up) == 1 else choose(self.router, request, up, self.router_rng)
         self._home[request.id] = replica
         if self._kv is not None and self.plan.pools[self.pool_number(replica)].role == "prefill":
             self._kv.submit(replica, request, output_tokens, produced)
@@ -170,7 +175,8 @@ class Cluster:
 
     def _count_end(self, row: int, what: Track | Journey) -> None:
         self.ended += 1
-        self._last_end_ns = self.env.now
+        if self.env.now > self._last_end_ns:
+            self._last_end_ns = self.env.now
         if self.autoscaler is not None:
             self.autoscaler.saw(what)
         self.on_end(row)
@@ -236,6 +242,11 @@ class Cluster:
         if host not in self._links:
             self._links[host] = memory.link()
         return self._links[host]
+
+    @property
+    def shares_links(self) -> bool:
+        """Whether replicas queue for a link to host memory together."""
+        return 0 < len(self._links) < len(self.replicas)
 
     def _memory_facts(self) -> dict[str, Any]:
         """What swapping and the trouble ladder did."""

@@ -16,6 +16,7 @@ from simulator.cluster import Cluster
 from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
 from simulator.errors import SimulationError
+from simulator.independent import are_independent, run_in_turn
 from simulator.pools import ClusterPlan, make_cluster_plan
 from workloads import Trace
 
@@ -92,13 +93,17 @@ def simulate(
     cluster = Cluster(
         env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
     )
-    arrivals = Arrivals(env, trace, cluster.submit, cluster.give_up)
+    arrivals = Arrivals(env, trace, cluster.give_up)
     if progress is None:
         cluster.on_end = arrivals.ended
     try:
-        env.run()
-        while cluster.fail_forgotten():
-            env.run()  # those who waited for these answers arrive now
+        if are_independent(cluster, trace):
+            run_in_turn(cluster, arrivals)
+        else:
+            arrivals.play(cluster.submit)
+            env.run()
+            while cluster.fail_forgotten():
+                env.run()  # those who waited for these answers arrive now
         cluster.close()
     except (struct.error, OverflowError) as error:
         raise SimulationError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from random import Random
+from typing import ClassVar
 
 from policies import Request
 from simulator.routers.router import ReplicaView, Router
@@ -17,6 +18,8 @@ _by_number = attrgetter("number")
 @dataclass
 class RoundRobin(Router):
     """The replica after the last one, by number; a replica that is down is skipped."""
+
+    oblivious: ClassVar[bool] = True
 
     _last: int = field(default=-1, init=False, repr=False)
 

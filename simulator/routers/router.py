@@ -60,6 +60,10 @@ class Router:
     """
 
     paper: ClassVar[str] = ""
+    oblivious: ClassVar[bool] = False
+    """Its promise to look at the request, its own memory and of a replica no more than number, total_blocks and
+    block_size. What it chooses is then known before anything runs, which makes many replicas fast
+    (simulator/independent.py)."""
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         """One of `replicas` (at least one, ascending numbers, all up). rng: the only source of chance, seeded."""
