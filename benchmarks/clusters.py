@@ -60,7 +60,9 @@ def measure_replicas(trace: Trace, router: str = "least_outstanding_requests", r
     return measure(trace.scaled(replicas), policy="chunked", replicas=replicas, router=router)
 
 
-def measure_fleet(replicas: int, each: int = 20, least: int = 4_000) -> dict[str, Any]:
+def measure_fleet(
+    replicas: int, router: str = "round_robin", each: int = 20, least: int = 4_000
+) -> dict[str, Any]:
     """So many replicas at one replica's rate each, every one of which gets `each` requests: the same work per request
     however many replicas there are. Small fleets run several times, with other seeds, until `least` requests are done.
     """
@@ -70,11 +72,11 @@ def measure_fleet(replicas: int, each: int = 20, least: int = 4_000) -> dict[str
             requests=replicas * each, arrivals=f"poisson:{5.53 * replicas}", prompt="lognormal:1020,1",
             output="lognormal:129,1", seed=seed,
         )  # fmt: skip
-        row = measure(trace, policy="chunked", replicas=replicas, router="round_robin")
+        row = measure(trace, policy="chunked", replicas=replicas, router=router)
         for key in total:
             total[key] += row[key]
     return {
-        "replicas": replicas, **total, "us_per_request": total["cpu_s"] / total["requests"] * 1e6,
+        "replicas": replicas, "router": router, **total, "us_per_request": total["cpu_s"] / total["requests"] * 1e6,
         "us_per_iteration": total["cpu_s"] / total["iterations"] * 1e6,
     }  # fmt: skip
 

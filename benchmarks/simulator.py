@@ -194,7 +194,11 @@ def main() -> None:
         # A part of it: a pipeline has many more iterations.
         some = read_trace(arguments.trace).head(1_500)
         result["pipeline of 4"] = best_of(3, lambda: measure_pipeline(some))
-    result["replicas"] = [measure_fleet(replicas) for replicas in (1, 8, 1_000)]
+    result["replicas"] = [
+        measure_fleet(replicas, router)
+        for router in ("round_robin", "least_outstanding_requests")
+        for replicas in (1, 8, 1_000)
+    ]
     result["start"] = measure_start()
     if arguments.requests:
         result["long run"] = measure_long(arguments.requests)
@@ -226,8 +230,8 @@ def main() -> None:
         )
     for row in result["replicas"]:
         print(
-            f"{row['replicas']:,} replicas, 20 requests each: {row['us_per_request']:.0f} us CPU a request, "
-            f"{row['us_per_iteration']:.1f} us an iteration"
+            f"{row['replicas']:,} replicas, {row['router']}, 20 requests each: "
+            f"{row['us_per_request']:.0f} us CPU a request, {row['us_per_iteration']:.1f} us an iteration"
         )
     start = result["start"]
     print(

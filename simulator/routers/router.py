@@ -70,9 +70,8 @@ class Router:
         raise TypeError(f"{type(self).__name__} has no choose(): a router defines one")
 
 
-def outstanding_requests(replica: ReplicaView) -> int:
-    """Waiting and running requests."""
-    return replica.num_requests
+outstanding_requests: Callable[[ReplicaView], int] = attrgetter("num_requests")
+"""Waiting and running requests. An attribute's name instead of a function: a third less to compare a thousand by."""
 
 
 def outstanding_tokens(replica: ReplicaView) -> int:
