@@ -118,8 +118,9 @@ class BatchRig(LiveEngine):
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
-        # On a CPU: sampled before a point is led in and after its last step, so that it costs neither any caches.
+        # On a CPU: sampled after a point's last step, as in a live run, so that it costs the measured one no caches.
         self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
+        self._last_gauge_ns = self.gauge.sample() if self.gauge is not None else 0
 
     def warm(self, points: Sequence[Point]) -> None:
         """Capture the graphs that these points will run through, so that no measurement pays for one."""
@@ -140,7 +141,6 @@ class BatchRig(LiveEngine):
 
         followers: after a step with chunks, also time so many decodes of whoever can decode then.
         """
-        gauge_ns = self.gauge.around() if self.gauge is not None else 0
         most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -162,14 +162,20 @@ class BatchRig(LiveEngine):
             timing = self._step(chunks, point.shape)
             steps = [self._step({}) for _ in range(followers if chunks and point.shape.sampled else 0)]
             after = tuple((step.device_ns, step.cpu_ns, step.wall_ns) for step in steps)
-            if self.gauge is not None:
-                gauge_ns = round(math.sqrt(gauge_ns * self.gauge.around()))
-            return timing._replace(gauge_ns=gauge_ns, followers=after)
+            return timing._replace(gauge_ns=self._gauged_ns(), followers=after)
         finally:
             self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
             for cohort in self.scheduler.take_retired():
                 self.recorder.cohort_times(0, cohort.number, cohort.times)
             self._idle = True
+
+    def _gauged_ns(self) -> int:
+        """The gauge on both sides of a point, 0 without one. Never two samples in a row: what a step leaves in the
+        caches is part of what a live run's samples see, and the first one tells the speed best."""
+        if self.gauge is None:
+            return 0
+        before_ns, self._last_gauge_ns = self._last_gauge_ns, self.gauge.sample()
+        return round(math.sqrt(before_ns * self._last_gauge_ns))
 
     def _enter(self, prompt: int, lacking: int, most_output: int) -> int:
         """Queue a request of which all but `lacking` prompt tokens are computed; returns its id."""

@@ -17,8 +17,6 @@ import torch
 
 EVERY_S = 0.02
 """Least time between two samples of a run: at 0.1 ms each, half a per cent of it."""
-AT_MOST = 5
-"""Samples taken at once after a step that took many times as long: single ones are noisy."""
 _CALLS, _PRODUCTS = 400, 3
 _WINDOW, _MEMORY = 1 << 16, 1 << 24  # float32: 256 KiB of 64 MiB at a time
 
@@ -33,7 +31,7 @@ class SpeedGauge:
         self._weights = torch.randn(256, 256, generator=generator)
         self._memory = torch.ones(_MEMORY)
         self._at = 0
-        self._next_s = time.monotonic()
+        self._next_s = 0.0
         self.samples: list[int] = []
         self.moments_ns: list[int] = []
         for _ in range(3):
@@ -62,17 +60,10 @@ class SpeedGauge:
         return found
 
     def __call__(self) -> None:
-        """Between two steps: a sample for every EVERY_S since the last ones, AT_MOST of them, none before that."""
-        late_s = time.monotonic() - self._next_s
-        if late_s < 0:
-            return
-        for _ in range(min(AT_MOST, 1 + int(late_s / EVERY_S))):
+        """Between two steps: a sample, unless the last one is less than EVERY_S ago."""
+        if time.monotonic() >= self._next_s:
             self.sample()
-        self._next_s = time.monotonic() + EVERY_S
-
-    def around(self) -> int:
-        """AT_MOST samples at once, their geometric mean in ns: the speed around one measured step."""
-        return round(math.exp(sum(math.log(self.sample()) for _ in range(AT_MOST)) / AT_MOST))
+            self._next_s = time.monotonic() + EVERY_S
 
 
 def typical_ns(samples: Sequence[int]) -> float | None:
