@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.errors import ExperimentError
 from experiments.validate_command import for_each_model, requests_of
-from experiments.validate_full import ModelShare, parts_of
+from experiments.validate_compare import Comparison
+from experiments.validate_full import ModelShare, counted, in_a_cell, parts_of
 from experiments.validate_settings import Settings
 
 
@@ -36,3 +38,13 @@ def test_one_value_stands_for_all_models_and_any_other_count_is_refused() -> Non
 def test_a_limit_that_is_no_count_is_refused(text: str) -> None:
     with pytest.raises(ExperimentError, match="--limit"):
         requests_of(text)
+
+
+def test_a_cell_shows_both_errors_and_the_spread() -> None:
+    row = Comparison(
+        policy="chunked", load=0.6, statistic="tpot_s_mean", simulated=1.1, low=1.0, high=1.2, live=1.0, live_low=0.9,
+        live_high=1.1, rescaled=0.98, at_live_speed=0.01, repeats=2, aim=0.03,
+    )  # fmt: skip
+    assert in_a_cell(row) == "+10.0, -2.0% (20.0%)"
+    assert in_a_cell(replace(row, rescaled=float("nan"))) == "+10.0% (20.0%)"
+    assert counted([row.verdict, row.rescaled_verdict, "outside"]) == "1 within aim, 1 within spread, 1 outside"
