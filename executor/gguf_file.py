@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.errors import ExecutorError
-from executor.weights import Weights, assemble, check_executable, random_names
+from executor.weights import Weights, assemble, check_executable, names_taken, random_names
 from policies.input_file import checked_file
-from profiler.errors import ProfileError
+from policies.settings import check_value, shown
 from profiler.model_spec import ModelSpec
 
 Floats = NDArray[np.float32]
@@ -125,6 +125,8 @@ class GgufFile:
         self.facts: dict[str, Any] = {}
         for _ in range(num_facts):
             key = self._string()
+            if key in self.facts:
+                raise struct.error(f"the fact {key} is there twice")
             self.facts[key] = self._value(self._take("I"))
         self.tensors: dict[str, _Entry] = {}
         for _ in range(num_tensors):
@@ -133,49 +135,60 @@ class GgufFile:
             if axes > _MOST_AXES:
                 raise struct.error(f"tensor {name} of {axes} axes")
             shape = tuple(self._take("Q") for _ in range(axes))
+            if name in self.tensors:
+                raise struct.error(f"tensor {name} is there twice")
             self.tensors[name] = _Entry(shape[::-1], self._take("I"), self._take("Q"))
-        alignment = int(self.facts.get("general.alignment", 32))
+        alignment = self.whole("general.alignment", 32)
         if not 1 <= alignment <= 1 << 20:
             raise struct.error(f"alignment {alignment}")
         self._data = -(-self._at // alignment) * alignment
 
-    def _fact(self, key: str, default: Any = None) -> Any:
+    def fact(self, key: str, kind: type, default: Any = None) -> Any:
+        """A fact of that type (a whole number is a float too); ExecutorError where it is of another, or missing."""
         value = self.facts.get(key, default)
         if value is None:
             raise ExecutorError(f"{self.path}: the fact {key} is missing")
+        check_value(f"{self.path}: {key}", value, (kind,), ExecutorError)
         return value
 
-    def spec(self) -> ModelSpec:
-        """The model's shape."""
-        try:
-            return self._spec()
-        except (KeyError, IndexError, TypeError, ArithmeticError, OverflowError) as error:
-            raise ExecutorError(f"{self.path}: its facts do not describe a model ({repr(error)[:200]})") from None
-        except ValueError as error:
-            if isinstance(error, ExecutorError | ProfileError):
-                raise
-            raise ExecutorError(f"{self.path}: its facts do not describe a model ({repr(error)[:200]})") from None
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A fact that is a whole number."""
+        return int(self.fact(key, int, default))
 
-    def _spec(self) -> ModelSpec:
-        family = str(self._fact("general.architecture"))
+    def spec(self) -> ModelSpec:
+        """The model's shape; ExecutorError or ProfileError where the file tells of none that the executor can run."""
+        family = self.fact("general.architecture", str)
         if family != "llama":
-            raise ExecutorError(f"{self.path}: general.architecture: found {family!r}, expected 'llama'")
-        heads, hidden = int(self._fact("llama.attention.head_count")), int(self._fact("llama.embedding_length"))
-        if "rope_freqs.weight" in self.tensors or self.facts.get("llama.rope.scaling.type", "none") != "none":
+            raise ExecutorError(f"{self.path}: general.architecture: found {shown(family)}, expected 'llama'")
+        if "rope_freqs.weight" in self.tensors or self.fact("llama.rope.scaling.type", str, "none") != "none":
             raise ExecutorError(f"{self.path}: scaled rotary embeddings are not read from GGUF; use safetensors")
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise ExecutorError(f"{self.path}: found no matrix token_embd.weight, expected the embedding of a model")
+        heads, hidden = self.whole("llama.attention.head_count"), self.whole("llama.embedding_length")
+        head_dim = self.whole("llama.attention.key_length", hidden // max(1, heads))
+        neutral = {
+            "llama.rope.dimension_count": head_dim, "llama.attention.value_length": head_dim, "llama.expert_count": 0,
+            "llama.rope.scale_linear": 1.0, "llama.attention.sliding_window": 0, "llama.attention.causal": True,
+            "llama.attention.clamp_kqv": 0.0, "llama.logit_scale": 1.0, "llama.attention.scale": head_dim**-0.5,
+        }  # fmt: skip
+        for key, plain in neutral.items():
+            if key in self.facts and not math.isclose(self.fact(key, type(plain), plain), plain, rel_tol=1e-6):
+                found = shown(self.facts[key])
+                raise ExecutorError(f"{self.path}: {key}: found {found}, the executor runs such models with {plain}")
         return ModelSpec(
             name=self.path.stem,
-            layers=int(self._fact("llama.block_count")),
+            layers=self.whole("llama.block_count"),
             hidden=hidden,
             heads=heads,
-            kv_heads=int(self._fact("llama.attention.head_count_kv", heads)),
-            head_dim=int(self._fact("llama.attention.key_length", hidden // heads)),
-            intermediate=int(self._fact("llama.feed_forward_length")),
-            vocab=self.tensors["token_embd.weight"].shape[0],
-            max_position=int(self._fact("llama.context_length")),
+            kv_heads=self.whole("llama.attention.head_count_kv", heads),
+            head_dim=head_dim,
+            intermediate=self.whole("llama.feed_forward_length"),
+            vocab=embedding.shape[0],
+            max_position=self.whole("llama.context_length"),
             tied_embeddings="output.weight" not in self.tensors,
-            norm_eps=float(self._fact("llama.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(self._fact("llama.rope.freq_base", 10000.0)),
+            norm_eps=float(self.fact("llama.attention.layer_norm_rms_epsilon", float)),
+            rope_theta=float(self.fact("llama.rope.freq_base", float, 10000.0)),
             dtype="float32",
             source=f"GGUF {self.path.name}",
         )
@@ -189,9 +202,9 @@ class GgufFile:
             known = ", ".join(form[0] for form in _FORMATS.values())
             raise ExecutorError(f"{self.path}: tensor {name}: block format {entry.type} is not read; known: {known}")
         _, weights, size, decode = _FORMATS[entry.type]
-        count = math.prod(entry.shape)
-        if count % weights:
-            raise ExecutorError(f"{self.path}: tensor {name}: found {count} weights, expected blocks of {weights}")
+        count, row = math.prod(entry.shape), entry.shape[-1] if entry.shape else 1
+        if row % weights:  # no block reaches over the end of a row
+            raise ExecutorError(f"{self.path}: tensor {name}: found rows of {row}, expected blocks of {weights}")
         num_bytes, start = count // weights * size, self._data + entry.offset
         if start + num_bytes > len(self._map):
             raise ExecutorError(f"{self.path}: cut short: tensor {name} ends at byte {start + num_bytes}")
@@ -200,20 +213,33 @@ class GgufFile:
 
     def weights(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
         check_executable(spec)
+        self.check_all_known(spec)
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
             return self.tensor(name, shape, spec).to(device, dtype)
 
         return assemble(spec, take, random_names(spec))
 
+    def check_all_known(self, spec: ModelSpec) -> None:
+        """Raise for a tensor that the model has no place for (a bias, an expert): weights must not be ignored."""
+        used = {_gguf_name(name) for name in names_taken(self.path, spec, random_names(spec), len(self.tensors))}
+        # Rotary tables are derived.
+        unknown = sorted(name for name in self.tensors if name not in used and "rot_embd" not in name)
+        if unknown:
+            found = f"tensor {unknown[0][:100]} is not of this architecture ({len(unknown)} such)"
+            raise ExecutorError(f"{self.path}: {found}")
+
     def tensor(self, name: str, shape: tuple[int, ...], spec: ModelSpec) -> Tensor:
         """A tensor by its Hugging Face name, in float32, in the row order of Hugging Face weights."""
         ours = _gguf_name(name)
+        entry = self.tensors.get(ours)
+        if entry is not None and entry.shape != shape:
+            raise ExecutorError(f"{self.path}: tensor {ours}: found shape {entry.shape}, expected {shape}")
         array = self.array(ours)
-        if array.shape != shape:
-            raise ExecutorError(f"{self.path}: tensor {ours}: found shape {array.shape}, expected {shape}")
         heads = {"attn_q": spec.heads, "attn_k": spec.kv_heads}.get(ours.split(".")[-2])
         if heads is not None:
+            if spec.head_dim % 2:
+                raise ExecutorError(f"{self.path}: head_dim: found {spec.head_dim}, expected an even number")
             array = _half_split(array, heads)
         return torch.from_numpy(np.array(array, order="C"))
 

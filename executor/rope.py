@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
+from policies.settings import check_value, shown
 from profiler.model_spec import ModelSpec
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -24,16 +25,30 @@ def rope_tables(spec: ModelSpec, max_tokens: int, dtype: torch.dtype, device: to
 
     max_tokens: longest context of this engine. longrope chooses between its two sets of factors by it, once: keys in
     the cache must all have been rotated alike (transformers chooses by each call's length and then mixes the two).
-    Raises ExecutorError for a rope_type that is not in ROPE_TYPES or lacks a key.
+    Raises ExecutorError for a rope_type that is not in ROPE_TYPES or lacks a key, and for numbers that give no angles.
     """
-    frequencies, factor = rope_frequencies(spec, max_tokens)
+    try:
+        frequencies, factor = rope_frequencies(spec, max_tokens)
+    except ArithmeticError as error:
+        raise ExecutorError(f"model {spec.name}: its rotary embedding cannot be computed: {error}") from None
+    except ValueError as error:
+        if isinstance(error, ExecutorError):
+            raise
+        raise ExecutorError(f"model {spec.name}: its rotary embedding cannot be computed: {error}") from None
     angles = torch.arange(max_tokens, dtype=torch.float64)[:, None] * frequencies[None, :]
-    return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+    tables = (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+    if not all(bool(table.isfinite().all()) for table in tables):
+        facts = f"rope_theta {spec.rope_theta}, rope_scaling {dict(spec.rope_scaling or {})}"
+        raise ExecutorError(f"model {spec.name}: its rotary embedding is not finite ({facts[:200]})")
+    return tables
 
 
 def rope_frequencies(spec: ModelSpec, max_tokens: int) -> tuple[Tensor, float]:
     """Inverse frequencies (float64, [rotated / 2]) and the factor on cosine and sine."""
     rotated = int(spec.head_dim * spec.rotary_fraction) // 2 * 2
+    if not rotated:
+        found = f"{spec.rotary_fraction} of a head_dim of {spec.head_dim}"
+        raise ExecutorError(f"model {spec.name}: found {found} to rotate, expected two dimensions at least")
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     plain = spec.rope_theta**-exponents
     scaling = dict(spec.rope_scaling or {})
@@ -54,7 +69,7 @@ def rope_frequencies(spec: ModelSpec, max_tokens: int) -> tuple[Tensor, float]:
 def _number(spec: ModelSpec, scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = scaling.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ExecutorError(f"model {spec.name}: rope_scaling: {key}: found {value!r}, expected a number")
+        raise ExecutorError(f"model {spec.name}: rope_scaling: {key}: found {shown(value)}, expected a number")
     return float(value)
 
 
@@ -102,9 +117,12 @@ def _longrope(spec: ModelSpec, plain: Tensor, scaling: Mapping[str, Any], max_to
     original = _number(spec, scaling, "original_max_position_embeddings", spec.max_position)
     key = "long_factor" if max_tokens > original else "short_factor"
     factors = scaling.get(key)
+    where = f"model {spec.name}: rope_scaling: {key}"
     if not isinstance(factors, list | tuple) or len(factors) != len(plain):
-        found = len(factors) if isinstance(factors, list | tuple) else factors
-        raise ExecutorError(f"model {spec.name}: rope_scaling: {key}: found {found!r}, expected {len(plain)} numbers")
+        found = len(factors) if isinstance(factors, list | tuple) else shown(factors)
+        raise ExecutorError(f"{where}: found {found}, expected {len(plain)} numbers")
+    for entry in factors:
+        check_value(where, entry, (float,), ExecutorError)
     given = scaling.get("attention_factor")
     stretched = _number(spec, scaling, "factor", spec.max_position / original)
     if given is not None:

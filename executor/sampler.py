@@ -53,7 +53,8 @@ def sample(logits: Tensor, sampling: Sequence[Sampling], positions: Sequence[int
 
 
 def _draw(logits: Tensor, how: Sampling, position: int) -> int:
-    scores, order = torch.sort(logits.double() / how.temperature, descending=True, stable=True)
+    above = logits.double() - logits.max().double()  # at most 0: no temperature makes infinities of different signs
+    scores, order = torch.sort(above / how.temperature, descending=True, stable=True)
     if how.top_k:
         scores, order = scores[: how.top_k], order[: how.top_k]
     chances = scores.softmax(dim=0)

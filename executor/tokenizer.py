@@ -10,6 +10,7 @@ from executor.errors import ExecutorError
 from executor.gguf_file import GgufFile
 from executor.loading import ModelSource
 from policies.input_file import checked_file, read_json
+from policies.settings import shown
 
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -85,19 +86,28 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
     from tokenizers import Tokenizer as Inner
     from tokenizers.models import BPE
 
-    facts = file.facts
-    kind, cut = facts.get("tokenizer.ggml.model"), str(facts.get("tokenizer.ggml.pre", "default"))
+    kind, cut = file.fact("tokenizer.ggml.model", str), file.fact("tokenizer.ggml.pre", str, "default")
     if kind != "gpt2" or cut not in _PRETOKENIZERS:
-        raise ExecutorError(f"{file.path}: tokenizer {kind!r} cut by {cut!r} is not read; expected byte-level BPE")
-    tokens = [str(token) for token in facts["tokenizer.ggml.tokens"]]
-    merges = [tuple(str(merge).split(" ", 1)) for merge in facts["tokenizer.ggml.merges"]]
-    inner = Inner(BPE({token: i for i, token in enumerate(tokens)}, merges))
+        found = f"tokenizer {shown(kind)} cut by {shown(cut)}"
+        raise ExecutorError(f"{file.path}: {found} is not read; expected byte-level BPE")
+    tokens, lines = (file.fact(f"tokenizer.ggml.{name}", tuple) for name in ("tokens", "merges"))
+    kinds = file.fact("tokenizer.ggml.token_type", tuple, [])
+    for name, texts in (("tokens", tokens), ("merges", lines)):
+        if not all(isinstance(text, str) for text in texts):
+            raise ExecutorError(f"{file.path}: tokenizer.ggml.{name}: expected a list of texts")
+    merges = [tuple(line.split(" ", 1)) for line in lines]
+    try:
+        inner = Inner(BPE({token: i for i, token in enumerate(tokens)}, merges))
+    except Exception as error:  # the library raises bare Exception for a merge of what is no token
+        raise ExecutorError(f"{file.path}: its tables make no tokenizer: {str(error)[:200]}") from None
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut == "smollm" else []
     inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     inner.decoder = decoders.ByteLevel()
-    kinds = facts.get("tokenizer.ggml.token_type", [])
     inner.add_special_tokens([AddedToken(t, special=True) for t, k in zip(tokens, kinds) if k == _CONTROL])
     ends = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    stop_ids = [int(facts[key]) for key in ends if key in facts]
-    bos = int(facts["tokenizer.ggml.bos_token_id"]) if facts.get("tokenizer.ggml.add_bos_token") else None
-    return Tokenizer(inner, stop_ids, bos, str(facts.get("tokenizer.chat_template", "")))
+    stop_ids = [file.whole(key) for key in ends if key in file.facts]
+    bos = file.whole("tokenizer.ggml.bos_token_id") if file.fact("tokenizer.ggml.add_bos_token", bool, False) else None
+    for number in (*stop_ids, *(() if bos is None else (bos,))):
+        if not 0 <= number < len(tokens):
+            raise ExecutorError(f"{file.path}: special token: found {number}, expected one of its {len(tokens)}")
+    return Tokenizer(inner, stop_ids, bos, str(file.facts.get("tokenizer.chat_template", "")))

@@ -20,6 +20,9 @@ from profiler.model_spec import ModelSpec
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 MAX_INDEX_BYTES = 64 << 20
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+STORED_DTYPES = ("F64", "F32", "F16", "BF16")
+"""How weights may be stored; whole numbers and 8-bit floats belong to quantised forms that have scales beside them."""
 
 
 @dataclass
@@ -81,12 +84,8 @@ def assemble(spec: ModelSpec, take: Callable[[str, tuple[int, ...]], Tensor], na
     """
     layers = assemble_layers(spec, take, names)
     embedding = take(EMBEDDING, (spec.vocab, spec.hidden))
-    head = embedding if head_is_tied(spec, names) else take(HEAD, (spec.vocab, spec.hidden))
+    head = embedding if spec.tied_embeddings else take(HEAD, (spec.vocab, spec.hidden))
     return Weights(embedding, layers, take(FINAL_NORM, (spec.hidden,)), head)
-
-
-def head_is_tied(spec: ModelSpec, names: set[str]) -> bool:
-    return spec.tied_embeddings or HEAD not in names
 
 
 def assemble_layers(
@@ -183,22 +182,36 @@ def stored_tensor(folder: Path, homes: Mapping[str, Path], name: str, shape: tup
     stored = _open(home).get_slice(name)
     if tuple(stored.get_shape()) != shape:
         raise ExecutorError(f"{home}: tensor {name}: found shape {list(stored.get_shape())}, expected {list(shape)}")
+    if stored.get_dtype() not in STORED_DTYPES:
+        found, known = stored.get_dtype(), ", ".join(STORED_DTYPES)
+        raise ExecutorError(f"{home}: tensor {name}: found {found}, expected plain weights ({known})")
     return stored
 
 
 def check_all_known(folder: Path, spec: ModelSpec, homes: Mapping[str, Path]) -> None:
     """Raise for a tensor that the model has no place for: weights must not be ignored silently."""
+    used = names_taken(folder, spec, set(homes), len(homes))
+    # A tied model may still carry its head; rotary tables are derived.
+    unknown = [name for name in homes if name not in used and name != HEAD and "rotary" not in name]
+    if unknown:
+        raise ExecutorError(f"{folder}: tensor {sorted(unknown)[0]} is not of this architecture ({len(unknown)} such)")
+
+
+def names_taken(where: Path, spec: ModelSpec, names: set[str], num_tensors: int) -> set[str]:
+    """The tensors that `assemble` asks a source for that has `names`.
+
+    ExecutorError where it holds fewer tensors than the model has layers: 10^12 layers would be asked for one by one.
+    """
+    if spec.layers > num_tensors:
+        raise ExecutorError(f"{where}: found {num_tensors} tensors, expected the weights of {spec.layers} layers")
     used: set[str] = set()
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         used.add(name)
         return torch.empty(shape, device="meta")
 
-    assemble(spec, take, set(homes))
-    # A tied model may still carry its head; rotary tables are derived.
-    unknown = [name for name in homes if name not in used and name != HEAD and "rotary" not in name]
-    if unknown:
-        raise ExecutorError(f"{folder}: tensor {sorted(unknown)[0]} is not of this architecture ({len(unknown)} such)")
+    assemble(spec, take, names)
+    return used
 
 
 def _open(path: Path) -> Any:
@@ -228,7 +241,7 @@ def tensor_homes(folder: Path) -> dict[str, Path]:
         return homes
     files = sorted(_safetensors(folder))
     if not files:
-        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+        pickled = sorted(path for form in PICKLED for path in folder.glob(form))
         hint = f"; {pickled[0].name} is a pickle and is never opened: convert it to safetensors" if pickled else ""
         raise ExecutorError(f"{folder}: no model.safetensors and no index of shards{hint}")
     return {name: path for path in files for name in _open(path).keys()}  # noqa: SIM118 (not a dictionary)

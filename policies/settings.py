@@ -6,7 +6,7 @@ A flag is checked by the command line, a key of a TOML file or of an earlier run
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
@@ -20,15 +20,17 @@ _SAID: dict[type, str] = {
 }  # fmt: skip
 
 
-def check_settings(settings: Any, error: type[Exception]) -> None:
+def check_settings(settings: Any, error: type[Exception], *, named: Callable[[str], str] | None = None) -> None:
     """Raises `error` for the first field of a dataclass whose value is not of the type that it is declared with.
 
     Only plain data is looked at; an object that a Python caller passes (a path, a model's shape) is his own affair.
+    named: what a message calls a field; the option of that name unless given.
     """
     cls: type = type(settings)
     hints = _hints(cls)
     for entry in fields(settings):
-        check_value("--" + entry.name.replace("_", "-"), getattr(settings, entry.name), hints[entry.name], error)
+        name = named(entry.name) if named else "--" + entry.name.replace("_", "-")
+        check_value(name, getattr(settings, entry.name), hints[entry.name], error)
 
 
 def check_value(name: str, value: Any, wanted: tuple[type, ...], error: type[Exception]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.input_file import read_json, read_toml
+from policies.settings import shown
 from profiler.errors import ProfileError
 from profiler.model_spec import ModelSpec
 
@@ -113,16 +114,18 @@ class _Config:
     def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
         self.path, self.keys = path, keys
 
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is present and not null, as a whole number of at least 1."""
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of `names` that is present and not null, as a whole number of at least `least`."""
         for name in names:
             value = self.keys.get(name)
             if value is None:
                 continue
             if isinstance(value, float) and value.is_integer():
                 value = int(value)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ProfileError(f"{self.path}: {name}: found {value!r}, expected a whole number of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ProfileError(
+                    f"{self.path}: {name}: found {shown(value)}, expected a whole number of at least {least}"
+                )
             return value
         if default is None:
             raise ProfileError(f"{self.path}: missing {' or '.join(names)}")
@@ -134,7 +137,7 @@ class _Config:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ProfileError(f"{self.path}: {name}: found {value!r}, expected a number")
+                raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected a number")
             return float(value)
         return default
 
@@ -143,11 +146,18 @@ class _Config:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise ProfileError(f"{self.path}: {name}: found {value!r}, expected true or false")
+            raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected true or false")
         return value
 
     def text(self, *names: str, default: str) -> str:
-        return next((str(self.keys[name]) for name in names if self.keys.get(name) is not None), default)
+        for name in names:
+            value = self.keys.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected a text")
+            return value
+        return default
 
 
 def _from_hugging_face(path: Path) -> ModelSpec:
@@ -164,8 +174,10 @@ def _from_hugging_face(path: Path) -> ModelSpec:
         if config.keys.get(key):
             raise ProfileError(f"{path}: {key}: mixture-of-experts models are not supported, expected a dense model")
     architectures = config.keys.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ProfileError(f"{path}: architectures: found {shown(architectures)}, expected a list of class names")
     facts = _FAMILIES[family](config)
-    facts.setdefault("architecture", str(architectures[0]) or facts["default_architecture"])
+    facts.setdefault("architecture", architectures[0] or facts["default_architecture"])
     del facts["default_architecture"]
     facts["dtype"] = config.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
     facts["source"] = f"Hugging Face {path.name}"
@@ -205,19 +217,18 @@ def _rope(config: _Config, theta: float = 10000.0) -> Facts:
     scaling = dict(new or old)
     if "type" in scaling:
         scaling["rope_type"] = scaling.pop("type")
-    base = scaling.pop("rope_theta", None)
-    fraction = scaling.pop("partial_rotary_factor", None)
+    own = _Config(config.path, {key: scaling.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")})
     kind = scaling.get("rope_type", "default")
     original = config.keys.get("original_max_position_embeddings")
     if original is not None and kind != "default":
         scaling.setdefault("original_max_position_embeddings", original)
     return {
         "position": "rope",
-        "rope_theta": float(base) if base is not None else config.number("rope_theta", default=theta),
+        "rope_theta": own.number("rope_theta", default=config.number("rope_theta", default=theta)),
         "rope_scaling": None if kind == "default" else scaling,
-        "rotary_fraction": float(fraction)
-        if fraction is not None
-        else config.number("partial_rotary_factor", default=1.0),
+        "rotary_fraction": own.number(
+            "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
+        ),
     }
 
 
@@ -261,10 +272,10 @@ def _qwen(config: _Config) -> Facts:
 def _qwen_window(config: _Config, layers: int) -> int | None:
     if not config.flag("use_sliding_window", False):
         return None
-    first = config.keys.get("max_window_layers")
-    if isinstance(first, int) and first >= layers:
+    first = config.integer("max_window_layers", default=28, least=0)
+    if first >= layers:
         return None
-    if isinstance(first, int) and first > 0:
+    if first > 0:
         raise ProfileError(f"{config.path}: max_window_layers: found {first}; windows on some layers only: unsupported")
     return config.integer("sliding_window", default=4096)
 
@@ -294,8 +305,8 @@ def _phi3(config: _Config) -> Facts:
     }
     if facts["rope_scaling"] and facts["rope_scaling"].get("rope_type") == "su":
         facts["rope_scaling"]["rope_type"] = "longrope"
-    window = config.keys.get("sliding_window")
-    facts["sliding_window"] = window if isinstance(window, int) and window < facts["max_position"] else None
+    window = config.integer("sliding_window", default=facts["max_position"])
+    facts["sliding_window"] = window if window < facts["max_position"] else None
     return facts
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from policies.settings import check_settings
 from profiler.dtypes import dtype_bytes
 from profiler.errors import ProfileError
 
@@ -84,6 +85,7 @@ class ModelSpec:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
                 found = repr(value)[:40]
                 raise ProfileError(f"model {self.name}: {key}: found {found}, expected a whole number of 1 to 2^40")
+        check_settings(self, ProfileError, named=lambda key: f"model {self.name}: {key}")
         if self.heads % self.kv_heads:
             raise ProfileError(f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
         for key, allowed in (("norm", ("rmsnorm", "layernorm")), ("position", ("rope", "learned", "alibi"))):
@@ -92,6 +94,13 @@ class ModelSpec:
                 raise ProfileError(f"model {self.name}: {key}: found {found!r}, expected one of {', '.join(allowed)}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ProfileError(f"model {self.name}: sliding_window: found {self.sliding_window}, expected at least 1")
+        if not self.norm_eps >= 0.0:
+            raise ProfileError(f"model {self.name}: norm_eps: found {self.norm_eps}, expected at least 0")
+        if not self.rope_theta > 0.0:
+            raise ProfileError(f"model {self.name}: rope_theta: found {self.rope_theta}, expected more than 0")
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            found = self.rotary_fraction
+            raise ProfileError(f"model {self.name}: rotary_fraction: found {found}, expected more than 0, at most 1")
 
     # A mapping field cannot be hashed, and a spec is a natural cache key; two specs with equal shapes are equal.
     def __hash__(self) -> int:

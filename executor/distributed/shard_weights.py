@@ -25,7 +25,6 @@ from executor.weights import (
     assemble_layers,
     check_all_known,
     check_executable,
-    head_is_tied,
     random_names,
     random_tensor,
     stored_tensor,
@@ -96,7 +95,7 @@ def shard_weights(
         weights.embedding = take(EMBEDDING, words)
     if shard.is_last:
         weights.final_norm = take(FINAL_NORM, (spec.hidden,))
-        tied = head_is_tied(spec, names)
+        tied = spec.tied_embeddings
         both = tied and weights.embedding is not None
         weights.head = weights.embedding if both else take(EMBEDDING if tied else HEAD, words)
     return weights
@@ -111,6 +110,7 @@ def _stored(source: ModelSource, spec: ModelSpec, seed: int) -> tuple[Stored, se
         from executor.gguf_file import GgufFile
 
         file = GgufFile(folder)
+        file.check_all_known(spec)
         return lambda name, shape: file.tensor(name, shape, spec), random_names(spec)
     homes = tensor_homes(folder)
     check_all_known(folder, spec, homes)

@@ -12,11 +12,11 @@ __all__ = ["KERNELS", "Kernels", "Linear", "make_kernels"]
 KERNELS = ("auto", "native", "triton", "compiled", "plain_device", "torch")
 
 
-def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernel set for a device and a weight dtype.
+def make_kernels(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Kernels:
+    """The kernel set for a device, a weight dtype and the dtype of the pool that keys and values go to (the weights').
 
-    `auto`: `native` on a CPU for float32 and bfloat16 weights where the C++ kernels can be built; on CUDA `triton`
-    where it imports and its self-test passes, else `plain_device`; otherwise `torch`.
+    `auto`: `native` on a CPU for float32 and bfloat16 weights and pools where the C++ kernels can be built; on CUDA
+    `triton` where it imports and its self-test passes, else `plain_device`; otherwise `torch`.
     Raises ExecutorError for an unknown name, or for one that cannot run here.
     """
     if name not in KERNELS:
@@ -27,12 +27,14 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels
         return PlainKernels(device, dtype)
     if name in ("triton", "compiled", "plain_device") or (name == "auto" and device.type == "cuda"):
         return _device_kernels(name, device, dtype)
-    from executor.kernels.native import WEIGHT_DTYPES, NativeKernels
+    from executor.kernels.native import DTYPES, NativeKernels
     from executor.native.library import native_reason
 
-    fits = device.type == "cpu" and dtype in WEIGHT_DTYPES
+    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    fits = device.type == "cpu" and dtype in DTYPES and kv_dtype in DTYPES
     if name == "native" and not fits:
-        raise ExecutorError(f"kernels: native runs float32 and bfloat16 on a CPU; found {dtype} on {device}")
+        found = f"{dtype} with a KV pool of {kv_dtype} on {device}"
+        raise ExecutorError(f"kernels: native runs float32 and bfloat16 on a CPU; found {found}")
     if name == "native" or (fits and not native_reason()):
         return NativeKernels(device)
     return PlainKernels(device, dtype)

@@ -96,4 +96,4 @@ class Kernels(ABC):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
-        """Per row the index (int64) of the first largest value, -1 where the row holds a NaN or nothing finite."""
+        """Per row the index (int64) of the first largest value, -1 where it is not finite or the row holds a NaN."""

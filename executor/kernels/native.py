@@ -17,7 +17,8 @@ from executor.native.library import Rotation, native_library
 from executor.step import Step, address
 
 _STORE, _ADD, _SILU_MUL = 0, 1, 2
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights, and of the pool."""
 
 
 class NativeLinear(Linear):
@@ -25,7 +26,7 @@ class NativeLinear(Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool) -> None:
         self._library = library = native_library()
-        if weight.dtype not in WEIGHT_DTYPES:
+        if weight.dtype not in DTYPES:
             raise ExecutorError(f"native kernels: weights of {weight.dtype}, expected float32 or bfloat16")
         n, k = weight.shape
         self.k, self.columns, self.gated = k, n // 2 if gated else n, gated
@@ -123,6 +124,8 @@ class NativeKernels(Kernels):
         eps: float,
     ) -> None:
         if step is not self._step:
+            if cache.dtype not in DTYPES:  # the C++ side knows two widths, and would write past the end of others
+                raise ExecutorError(f"native kernels: a KV pool of {cache.dtype}, expected float32 or bfloat16")
             # What all layers of one step share.
             self._step = step
             self._rotation = Rotation(

@@ -75,7 +75,7 @@ static void rotate_and_store(const Rotation& r) {
     });
 }
 
-// First index of the largest value; -1 if any value is NaN.
+// First index of the largest value; -1 if any value is NaN, or the largest is infinite.
 static inline long argmax_row(const float* x, long n) {
     vfloat top = splat(-INFINITY), unordered{};
     long i = 0;
@@ -93,6 +93,7 @@ static inline long argmax_row(const float* x, long n) {
         for (i = 0; i < n; ++i)
             if (x[i] != x[i]) return -1;
     }
+    if (std::isinf(best)) return -1;
     for (i = 0; i < n && x[i] != best; ++i) {}
     return i < n ? i : -1;
 }

