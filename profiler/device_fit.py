@@ -123,7 +123,10 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     devices, dtypes = table["device"].unique(), table["dtype"].unique()
     if len(devices) != 1 or len(dtypes) != 1:
         raise ProfileError(f"profile: found devices {list(devices)} and dtypes {list(dtypes)}, expected one of each")
-    rowwise = table[~table["operator"].isin(("attention", "all_reduce", "send", "iteration"))]
+    rowwise = table[~table["operator"].isin(("attention", "all_reduce", "send", "iteration", "after_chunks"))]
+    if (rowwise["n"] < 1).any():
+        operator = rowwise.loc[rowwise["n"] < 1, "operator"].iloc[0]
+        raise ProfileError(f"profile: operator {operator}: n: found less than 1, expected the width of its rows")
     curves = tuple(
         RowCurve.from_points(str(operator), int(n), int(k), group["rows"], group["median_s"] * 1e6)
         for (operator, n, k), group in rowwise.groupby(["operator", "n", "k"], sort=True)

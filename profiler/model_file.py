@@ -220,8 +220,9 @@ def _curve(entry: Entry, arrays: Array) -> RowCurve:
     if (us <= 0).any() or us.max() > 1e12:
         entry.fail("us", "a time out of bounds", "microseconds above 0")
     operator = entry.text("operator")
-    least = int(operator in (*LAYER_GEMMS, "gemm", "head"))  # a linear layer has a width
-    return RowCurve(operator, entry.count("n", least), entry.count("k", least), rows, us)
+    # A linear layer has a width in and out, other operators one, and what goes between devices is counted in bytes.
+    into, out = int(operator in (*LAYER_GEMMS, "gemm", "head")), int(operator not in ("all_reduce", "send"))
+    return RowCurve(operator, entry.count("n", out), entry.count("k", into), rows, us)
 
 
 def _gemm_law(entry: Entry) -> GemmLaw | None:

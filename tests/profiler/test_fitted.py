@@ -271,6 +271,7 @@ def spoil(tmp_path: Path, change: Any) -> Path:
         (lambda d: d["curves"][0].update(rows=[0, 10**12]), r"\[start, shape ...\] within"),
         (lambda d: d["curves"][0].update(us=[0, 3]), "as many values as rows"),
         (lambda d: d["curves"][0].update(n=-5), r"curves\[0\].n"),
+        (lambda d: d["curves"][0].update(operator="norm", n=0), r"curves\[0\].n: found '0', expected a number from 1"),
         (lambda d: d["curves"][0].update(operator="gemm", n=0), r"curves\[0\].n: found '0', expected a number from 1"),
         (lambda d: d["gemm_law"].update(efficiency=[1e9] * 8), "gemm_law.efficiency"),
         (lambda d: d["attention"][0].update(heads=0), "heads"),

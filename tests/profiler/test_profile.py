@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profiler.device_fit import fit_device
 from profiler.errors import ProfileError
+from profiler.hardware import load_hardware
 from profiler.profile import chunk_text, make_profile, parse_chunks, read_profile, write_profile
 
 ROWS = pd.DataFrame(
@@ -28,6 +30,12 @@ ROWS = pd.DataFrame(
         "min_s": [19e-6, 9e-6, 30e-3],
     }
 )
+
+
+def test_a_fit_asks_for_the_width_of_every_operator_of_rows() -> None:
+    rows = ROWS[ROWS["operator"] != "attention"].assign(operator=["norm", "iteration"], n=0)
+    with pytest.raises(ProfileError, match="operator norm: n: found less than 1"):
+        fit_device(make_profile(rows, {}), load_hardware("h200"))
 
 
 @pytest.mark.parametrize("name", ["p.parquet", "p.csv"])
