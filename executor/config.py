@@ -94,6 +94,8 @@ class LiveConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ExecutorError(f"{_flag(name)}: found {value}, expected at least 1")
+        if self.seed < 0:
+            raise ExecutorError(f"--seed: found {self.seed}, expected 0 or more")
         for flag, ranks in (("--tp", self.tp), ("--pp", self.pp)):
             if ranks < 1:
                 raise ExecutorError(f"{flag}: found {ranks}, expected at least 1")

@@ -98,7 +98,7 @@ Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a cl
 TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", _TRACE)]
 ArrivalProcess = Annotated[str | None, _option("--arrivals", "Arrival process in place of the file's times.", _TRACE)]
 OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", _TRACE)]
-Seed = Annotated[int, _option("--seed", "Seed of weights, prompts and sampling.", _TRACE)]
+Seed = Annotated[int, _option("--seed", "Seed of weights, prompts and sampling.", _TRACE, min=0)]
 PromptFile = Annotated[
     str | None, _option("--prompts", "Text file, one prompt a line, cut to the trace's lengths.", _ANSWER)
 ]

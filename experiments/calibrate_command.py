@@ -38,7 +38,7 @@ def calibrate_command(
     threads: Annotated[int | None, typer.Option(help="Threads of a CPU; one by default, 0 for PyTorch's own.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts, trace and plan.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts, trace and plan.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Self-test, ceilings, profile, fit, live replay under two policies, report, and a fitted model to ship."""

@@ -51,7 +51,7 @@ def capacity(
     requests: Annotated[int, typer.Option(help="Requests of a draw.")] = 1000,
     draws: Annotated[int, typer.Option(help="Draws of the workload; every setting sees the same.")] = 5,
     tolerance: Annotated[float, typer.Option(help="Relative width to which a capacity is bracketed.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
     smallest: Annotated[
         bool, typer.Option("--smallest", help="Fewest replicas that serve the trace as it is, in place of a rate.")
     ] = False,

@@ -78,6 +78,7 @@ def draw_of(plan: Mapping[str, Any], number: int) -> Trace:
 @lru_cache(maxsize=32)
 def _draw(plan_text: str, number: int) -> Trace:
     from workloads.arrivals import retimed
+    from workloads.streams import random_stream
 
     plan = json.loads(plan_text)
     workload, requests, seed = plan["workload"], plan["requests"], plan["seed"] + number
@@ -88,7 +89,7 @@ def _draw(plan_text: str, number: int) -> Trace:
         first = number * requests
         piece = trace.take(slice(first, first + requests))
         return _shifted(piece)
-    rows = np.random.default_rng([seed, _ROW_STREAM]).integers(len(trace), size=requests)
+    rows = random_stream(seed, _ROW_STREAM).integers(len(trace), size=requests)
     drawn = replace(
         trace, arrival_ns=np.zeros(requests, np.int64), prompt_tokens=trace.prompt_tokens[rows],
         output_tokens=trace.output_tokens[rows], max_output_tokens=trace.max_output_tokens[rows], prefix_hashes=None,

@@ -84,10 +84,11 @@ def pipeline_trace(
 
     from workloads import Trace
     from workloads.lengths import parse, uniform_draws
+    from workloads.streams import random_stream
 
     if requests < 1 or not pd > 0:
         raise ExperimentError(f"trace: found {requests} requests with P:D {pd}, expected at least 1 and above 0")
-    total = parse(lengths).of(uniform_draws(requests, np.random.default_rng(seed)))
+    total = parse(lengths).of(uniform_draws(requests, random_stream(seed)))
     output = np.maximum(1, np.rint(total / (pd + 1))).astype(np.int64)
     prompt = np.maximum(1, total - output)
     return Trace(f"{lengths}, P:D {pd:g}", np.zeros(requests, np.int64), prompt, output, output)
@@ -190,7 +191,7 @@ def register(app: typer.Typer) -> None:
 
 def command(
     requests: Annotated[int, typer.Option(help="Requests; the paper has 10,000.")] = 10_000,
-    seed: Annotated[int, typer.Option(help="Seed of the lengths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the lengths.", min=0)] = 0,
     chunk_size: Annotated[int, typer.Option(help="SARATHI's chunk size.")] = 256,
     kv_efficiency: Annotated[
         float | None, typer.Option(help="What if decode attention reached only this share of memory bandwidth?")

@@ -77,7 +77,7 @@ def validate(
         int | None, typer.Option(help="KV blocks of another engine.", rich_help_panel=_AGAINST)
     ] = None,
     trace_format: Annotated[str, typer.Option(help="Form of the trace file.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.", min=0)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder; runs/validate-TRACE by default. The same one goes on.")
     ] = None,
@@ -196,7 +196,7 @@ def validate_full(
         str,
         typer.Option(help="Time for measuring each profile; one for all models or one each.", rich_help_panel=_PROFILE),
     ] = "300s",
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder. The same one goes on.")] = Path("runs/validate-full"),
 ) -> None:
     """Validate models x traces x policies x loads: hours, resumable, one report over all."""

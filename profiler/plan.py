@@ -132,6 +132,8 @@ def make_plan(
 
     points: most points in the list; the budget decides how many are reached. options: other fields of the plan.
     """
+    if seed < 0:
+        raise ProfileError(f"plan: seed: found {seed}, expected 0 or more")
     rng = np.random.default_rng(seed)
     chosen = _corners(region)
     seen = coordinates([point.shape for point in chosen])

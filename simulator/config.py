@@ -107,6 +107,8 @@ class ReplayConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SimulationError(f"{_flag(name)}: found {value}, expected at least 1")
+        if self.seed < 0:
+            raise SimulationError(f"--seed: found {self.seed}, expected 0 or more")
         if self.replicas > MOST_REPLICAS:
             raise SimulationError(f"--replicas: found {self.replicas:,}, expected at most {MOST_REPLICAS:,}")
         for name in ("swap_gib", "swap_page_mib", "kv_store_gib", "swap_bandwidth", "max_wait_s"):

@@ -82,7 +82,7 @@ ArrivalProcess = Annotated[
 ]
 OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", TRACE)]
 SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
-Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE)]
+Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE, min=0)]
 Warmup = Annotated[
     str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
 ]

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.request import NS_PER_S
+from workloads.streams import random_stream
 from workloads.trace import Trace, TraceError
 
 FORMS = "poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:CLIENTS,THINK_S or trace:FILE"
@@ -99,7 +100,7 @@ def retimed(trace: Trace, process: ArrivalProcess | str, seed: int = 0) -> Trace
     elif process.kind == "trace":
         arrival_ns = _times_of(process.file, count)
     else:
-        arrival_ns = process.times_ns(count, np.random.default_rng([seed, _ARRIVAL_STREAM]))
+        arrival_ns = process.times_ns(count, random_stream(seed, _ARRIVAL_STREAM))
     abort_ns = trace.abort_ns
     if abort_ns is not None:
         abort_ns = np.where(abort_ns >= 0, arrival_ns + abort_ns - trace.arrival_ns, -1)
@@ -152,7 +153,7 @@ def spread_ties(trace: Trace, seed: int = 0) -> Trace:
     distances = np.diff(times)
     last = int(np.median(distances)) if len(distances) else NS_PER_S
     width = np.append(distances, last)[group]
-    draws = np.random.default_rng([seed, _TIE_STREAM]).random(len(group))
+    draws = random_stream(seed, _TIE_STREAM).random(len(group))
     draws = draws[np.lexsort((draws, group))]  # ascending within each group: file order is kept
     draws[np.flatnonzero(np.diff(group, prepend=-1))] = 0.0  # the first of each group stays where it is
     arrival_ns = trace.arrival_ns.copy()

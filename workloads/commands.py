@@ -23,7 +23,7 @@ _LENGTHS = (
 )
 _SPANS = "fixed:S, uniform:LOW,HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA."
 
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 TraceFormat = Annotated[str, typer.Option(help=_FORMATS)]
 Arrivals = Annotated[

@@ -16,6 +16,7 @@ from workloads import lengths as length_distributions
 from workloads import rates, sessions
 from workloads.arrivals import ArrivalProcess
 from workloads.rates import RateProfile
+from workloads.streams import random_stream
 from workloads.trace import Trace, TraceError
 
 MAX_REQUESTS = 50_000_000
@@ -62,10 +63,10 @@ def generate(
     given = {key: value for key, value in locals().items() if key != "name"}
     process = arrival_processes.parse(arrivals)
     shape = rates.parse(profile)
-    starts_ns = _arrival_times_ns(process, shape, requests, duration_s, _stream(seed, _TIME))
+    starts_ns = _arrival_times_ns(process, shape, requests, duration_s, random_stream(seed, _TIME))
     per_session = None
     if turns is not None:
-        per_session = length_distributions.parse(turns).of(_stream(seed, _TURNS).random(len(starts_ns)))
+        per_session = length_distributions.parse(turns).of(random_stream(seed, _TURNS).random(len(starts_ns)))
         if per_session.sum() > MAX_REQUESTS:
             raise TraceError(f"generate: found {per_session.sum():,} turns, expected at most {MAX_REQUESTS:,}")
     count = len(starts_ns) if per_session is None else int(per_session.sum())
@@ -88,17 +89,11 @@ def generate(
     elif process.kind in ("closed", "trace"):
         trace = replace(arrival_processes.retimed(trace, process, seed), provenance=trace.provenance)
     if slo is not None:
-        trace = replace(trace, slo=_classes(slo, len(trace), _stream(seed, _CLASS)))
+        trace = replace(trace, slo=_classes(slo, len(trace), random_stream(seed, _CLASS)))
     if timeout is not None:
-        patience_ns = sessions.durations_ns(timeout, len(trace), _stream(seed, _PATIENCE))
+        patience_ns = sessions.durations_ns(timeout, len(trace), random_stream(seed, _PATIENCE))
         trace = replace(trace, abort_ns=trace.arrival_ns + np.maximum(patience_ns, 1))
     return trace
-
-
-def _stream(seed: int, purpose: int) -> np.random.Generator:
-    if seed < 0:
-        raise TraceError(f"seed: found {seed}, expected a whole number of 0 or more")
-    return np.random.default_rng([seed, purpose])
 
 
 def _token_counts(
@@ -111,7 +106,7 @@ def _token_counts(
     pd_ratio: float | None,
     lengths: str | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    draws = length_distributions.uniform_draws(count, _stream(seed, _PROMPT), stratified)
+    draws = length_distributions.uniform_draws(count, random_stream(seed, _PROMPT), stratified)
     if lengths is not None:
         return length_distributions.pairs(lengths, draws)
     if pd_ratio is None:
@@ -119,7 +114,7 @@ def _token_counts(
             raise TraceError(
                 "generate: found a total length without pd_ratio, expected how to split it into prompt and output"
             )
-        output_draws = length_distributions.uniform_draws(count, _stream(seed, _OUTPUT), stratified)
+        output_draws = length_distributions.uniform_draws(count, random_stream(seed, _OUTPUT), stratified)
         output_tokens = length_distributions.parse(output, "output_tokens").of(output_draws)
         return length_distributions.parse(prompt).of(draws), output_tokens
     if not 1e-6 <= pd_ratio <= 1e6:
@@ -146,7 +141,7 @@ def _with_sessions(
 ) -> Trace:
     if not 0 <= hash_tokens <= 1_000_000:
         raise TraceError(f"generate: found hash_tokens {hash_tokens}, expected tokens per prefix hash, or 0 for none")
-    think_ns = sessions.durations_ns(think, len(trace), _stream(seed, _THINK))
+    think_ns = sessions.durations_ns(think, len(trace), random_stream(seed, _THINK))
     one_a_turn = replace(trace, arrival_ns=np.repeat(starts_ns, turns))
     return sessions.conversations(one_a_turn, turns, think_ns, hash_tokens=hash_tokens, context_limit=context_limit)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from policies.request import NS_PER_S
+from workloads.streams import random_stream
 from workloads.trace import Trace, TraceError
 
 
@@ -26,7 +27,7 @@ def resample(trace: Trace, seed: int, block_s: float = 30.0) -> Trace:
         raise TraceError(f"block: found {block_s}, expected seconds above 0")
     if len(trace) < 2:
         return trace
-    rng = np.random.default_rng(seed)
+    rng = random_stream(seed)
     block = round(block_s * NS_PER_S)
     start = int(trace.arrival_ns[0])
     span = int(trace.arrival_ns[-1]) - start + 1

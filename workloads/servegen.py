@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from policies.request import NS_PER_S
 from workloads.cells import MAX_TOKENS
 from workloads.source import open_source
+from workloads.streams import random_stream
 from workloads.trace import Trace, TraceError
 
 Coupling = Literal["shared", "independent"]
@@ -102,7 +103,7 @@ def read_servegen(
     for trace_path in traces:
         client = read_client(trace_path)
         number = int.from_bytes(client.name.encode()[-6:], "big")
-        rng = np.random.default_rng([seed, _CLIENT_STREAM, number])
+        rng = random_stream(seed, _CLIENT_STREAM, number)
         drawn.append((client.name, *_requests(client, rng, coupling, window_s)))
         count += len(drawn[-1][1])
         if count > _MAX_REQUESTS:

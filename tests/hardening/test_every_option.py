@@ -129,3 +129,17 @@ def test_every_option_may_be_given_anything(package: str, command: str, folder: 
                 faults.append(f"{option.opts[0]} {value[:40]!r}: {type(error).__name__}: {str(error)[-400:]}")
                 print(faults[-1], flush=True)
     assert faults == [], "\n".join(faults)
+
+
+@pytest.mark.parametrize("package", ["workloads", "simulator", "experiments", "executor"])
+def test_a_seed_below_nothing_is_refused_wherever_a_seed_is_taken(package: str) -> None:
+    """numpy refuses one with an exception of its own, deep inside a run."""
+    found = 0
+    for command in group_of(package).commands.values():
+        for option in command.params:
+            if "--seed" in option.opts:
+                found += 1
+                context = command.make_context(command.name, [], resilient_parsing=True)
+                with pytest.raises(Exception, match="0"):
+                    option.process_value(context, "-1")
+    assert found

@@ -214,3 +214,10 @@ def test_classes_and_patience() -> None:
 def test_what_cannot_be_generated_is_said(wrong: dict[str, object]) -> None:
     with pytest.raises(TraceError, match=r"expected|cannot be read"):
         generate(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-1, True, 0.5, "1"])
+def test_a_seed_that_numpy_would_not_take_is_refused_in_one_line(seed: object) -> None:
+    with pytest.raises(TraceError, match="seed: found .*, expected a whole number of 0 or more"):
+        random_stream(seed, 3)  # type: ignore[arg-type]
+    assert random_stream(5, 3).random() == np.random.default_rng([5, 3]).random()
