@@ -15,6 +15,7 @@ from executor import options as o
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
+from executor.threads import set_threads
 from policies.command_line import knob_flags
 from policies.input_file import read_json, read_toml
 from policies.settings import check_value
@@ -193,7 +194,7 @@ def bench_command(
     prefix: Annotated[int, typer.Option("--prefix", help="Context already cached before the chunk.")] = 0,
     decodes: Annotated[int, typer.Option("--decodes", help="Requests that decode in the batch.")] = 64,
     context: Annotated[int, typer.Option("--context", help="Context of every decode.")] = 512,
-    repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.")] = 10,
+    repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.", min=1, max=1_000_000)] = 10,
     device: o.Device = "auto",
     dtype: o.DType = "auto",
     kv_dtype: o.KVDType = "auto",
@@ -222,16 +223,6 @@ def bench_command(
     width = max(len(key) for key in result)
     for key, value in result.items():
         print(f"{key:<{width}}  {value:.4g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
-
-
-def set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if threads < 1:
-        raise ExecutorError(f"--threads: found {threads}, expected at least 1")
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 def _stop_ids(loaded: Any) -> tuple[int, ...]:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from executor.commands import set_threads
 from executor.errors import ExecutorError
 from executor.options import Device, DType, Json, ModelName, Threads
+from executor.threads import set_threads
 from policies.input_file import LOG_BYTES, read_text
 
 

@@ -86,14 +86,12 @@ def profile_command(
     if budget is not None:
         planned = replace(planned, budget_s=seconds_of(budget, "--budget"))
 
-    import torch
-
     from executor.config import LiveConfig
     from executor.live import load_for
     from executor.measure import measure_plan, unsure_by_fit
+    from executor.threads import set_threads
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     loaded = load_for(
         LiveConfig(
             model=model, device=device, dtype=dtype, kv_dtype=kv_dtype, kernels=kernels, attention=attention, seed=seed,

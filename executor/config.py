@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from executor.errors import ExecutorError
+from executor.threads import check_threads
 from policies.settings import check_settings, listed
 from policies.swap import PREEMPTIONS
 
@@ -90,10 +91,11 @@ class LiveConfig:
             from metrics.slo import check_statistics
 
             check_statistics(self.warmup, self.slo, ExecutorError)
-        for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit", "threads"):
+        for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ExecutorError(f"{_flag(name)}: found {value}, expected at least 1")
+        check_threads(self.threads)
         if self.seed < 0:
             raise ExecutorError(f"--seed: found {self.seed}, expected 0 or more")
         for flag, ranks in (("--tp", self.tp), ("--pp", self.pp)):

@@ -170,7 +170,8 @@ class GgufFile:
         neutral = {
             "llama.rope.dimension_count": head_dim, "llama.attention.value_length": head_dim, "llama.expert_count": 0,
             "llama.rope.scale_linear": 1.0, "llama.attention.sliding_window": 0, "llama.attention.causal": True,
-            "llama.attention.clamp_kqv": 0.0, "llama.logit_scale": 1.0, "llama.attention.scale": head_dim**-0.5,
+            "llama.attention.clamp_kqv": 0.0, "llama.logit_scale": 1.0,
+            "llama.attention.scale": max(1, head_dim) ** -0.5,
         }  # fmt: skip
         for key, plain in neutral.items():
             if key in self.facts and not math.isclose(self.fact(key, type(plain), plain), plain, rel_tol=1e-6):

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from executor.block_names import TextNames
 from executor.compressed_kv import CompressedKVCache
 from executor.config import LiveConfig
@@ -24,6 +22,7 @@ from executor.pool_size import default_blocks
 from executor.prompts import Prompts, file_prompts, trace_prompts
 from executor.runner import Runner, Text
 from executor.sampler import Sampling
+from executor.threads import set_threads
 from executor.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.draft import UNLIMITED
@@ -85,8 +84,7 @@ def replay_live(
         trace = trace.head(config.limit)
     if not len(trace):
         raise ExecutorError(f"{trace.name}: found no requests, expected at least one")
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     policy = make_policy(config.policy, config.knobs)
     longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())
     if loaded is None:

@@ -23,7 +23,7 @@ def calibrate_command(
     budget: Annotated[str, typer.Option(help="Time for everything but loading the model, as 240s.")] = "240s",
     policies: Annotated[str, typer.Option(help="Policies of the live replay.")] = "chunked,prefill_priority",
     requests: Annotated[int, typer.Option(help="Requests of the live replay.")] = 60,
-    repeats: Annotated[int, typer.Option(help="Live runs of each policy.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Live runs of each policy.", min=1, max=1_000)] = 2,
     prompt: Annotated[str, typer.Option(help="Prompt lengths, see `python -m workloads generate`.")] = (
         "lognormal:512,1.0,16,2000"
     ),

@@ -82,14 +82,12 @@ class LiveSide:
     @property
     def loaded(self) -> Loaded:
         if self._loaded is None:
-            import torch
-
             from executor.config import LiveConfig
             from executor.live import load_for
+            from executor.threads import set_threads
 
             choice = self.choice
-            if choice.threads is not None:
-                torch.set_num_threads(choice.threads)
+            set_threads(choice.threads)
             self._loaded = load_for(
                 LiveConfig(
                     model=choice.model, device=choice.device, dtype=choice.dtype, kv_dtype=choice.kv_dtype,

@@ -29,7 +29,9 @@ def validate(
     load: Annotated[
         str, typer.Option(help="Shares of the measured capacity, as 0.6 or 0.6,0.9.", rich_help_panel=_WHAT)
     ] = "0.6",
-    repeats: Annotated[int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT)] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT, min=1, max=1_000)
+    ] = 3,
     limit: Annotated[int, typer.Option(help="Requests of the trace that are used.", rich_help_panel=_WHAT)] = 40,
     skip: Annotated[int, typer.Option(help="Requests left out at its start.", rich_help_panel=_WHAT)] = 0,
     ensemble: Annotated[int, typer.Option(help="Cost models behind an interval.", rich_help_panel=_WHAT)] = 12,
@@ -181,7 +183,9 @@ def validate_full(
     ] = "nano",
     policies: Annotated[str, typer.Option(help="Policies, or all.", rich_help_panel=_WHAT)] = "all",
     load: Annotated[str, typer.Option(help="Shares of the measured capacity.", rich_help_panel=_WHAT)] = "0.6,0.9",
-    repeats: Annotated[int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT)] = 3,
+    repeats: Annotated[
+        int, typer.Option(help="Live runs of each policy and load.", rich_help_panel=_WHAT, min=1, max=1_000)
+    ] = 3,
     limit: Annotated[
         str,
         typer.Option(

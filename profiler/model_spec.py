@@ -99,8 +99,8 @@ class ModelSpec:
         if not self.rope_theta > 0.0:
             raise ProfileError(f"model {self.name}: rope_theta: found {self.rope_theta}, expected more than 0")
         if not 0.0 < self.rotary_fraction <= 1.0:
-            found = self.rotary_fraction
-            raise ProfileError(f"model {self.name}: rotary_fraction: found {found}, expected more than 0, at most 1")
+            share = self.rotary_fraction
+            raise ProfileError(f"model {self.name}: rotary_fraction: found {share}, expected more than 0, at most 1")
 
     # A mapping field cannot be hashed, and a spec is a natural cache key; two specs with equal shapes are equal.
     def __hash__(self) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from executor.attention import make_attention
+from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.gguf_file import GgufFile, packaged_smollm2
 from executor.kernels.plain import PlainKernels
@@ -23,6 +24,7 @@ from executor.native.library import native_library, native_reason
 from executor.prompts import random_prompts, trace_prompts
 from executor.rope import rope_frequencies
 from executor.sampler import Sampling, sample, uniform
+from executor.threads import set_threads
 from executor.weights import random_weights
 from profiler.model_spec import ModelSpec
 from workloads.trace import Trace
@@ -340,3 +342,11 @@ def test_smollm2_answers_in_english_and_scores_text_as_transformers_does() -> No
     assert float((logits - reference).abs().max() / reference.abs().max()) < 1e-4
     loss = torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:]))
     assert 5 < math.exp(float(loss)) < 40
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5_000, 10**18])
+def test_a_number_of_threads_that_no_machine_has_is_refused_before_pytorch_sees_it(threads: int) -> None:
+    with pytest.raises(ExecutorError, match="--threads: found"):
+        set_threads(threads)
+    with pytest.raises(ExecutorError, match="--threads: found"):
+        LiveConfig(threads=threads)

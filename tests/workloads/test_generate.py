@@ -11,6 +11,7 @@ from workloads.example import example_trace
 from workloads.lengths import parse, uniform_draws
 from workloads.presets import PRESETS, preset
 from workloads.rates import parse as parse_profile
+from workloads.streams import random_stream
 
 EXAMPLE = Path(__file__).parents[2] / "examples/trace.csv"
 NS = 1_000_000_000
@@ -218,6 +219,6 @@ def test_what_cannot_be_generated_is_said(wrong: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("seed", [-1, True, 0.5, "1"])
 def test_a_seed_that_numpy_would_not_take_is_refused_in_one_line(seed: object) -> None:
-    with pytest.raises(TraceError, match="seed: found .*, expected a whole number of 0 or more"):
+    with pytest.raises(TraceError, match=r"seed: found .*, expected a whole number of 0 or more"):
         random_stream(seed, 3)  # type: ignore[arg-type]
     assert random_stream(5, 3).random() == np.random.default_rng([5, 3]).random()
