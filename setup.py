@@ -27,7 +27,12 @@ def extensions() -> list:
     """The compiled modules."""
     files = [name.replace(".", "/") + ".py" for name in runpy.run_path("policies/compiling.py")["HOT"]]
     version = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
-    return mypycify([version, "--follow-imports=silent", *files], opt_level="3", debug_level="0")
+    modules = mypycify([version, "--follow-imports=silent", *files], opt_level="3", debug_level="0")
+    if sys.platform != "win32":
+        for module in modules:
+            # Products and sums are rounded one by one, as pure Python rounds them (C compilers for ARM fuse them).
+            module.extra_compile_args.append("-ffp-contract=off")
+    return modules
 
 
 if WANTED and mypycify is None:

@@ -1,13 +1,13 @@
 """Attention of one layer as dense tables: what the simulator's inner loop looks up.
 
-`AttentionTables.build` evaluates a fit once at every knot; after that a decode-only batch is one cell and one
-multiply-add, a chunk is a bilinear cell, and a chunk beside decodes a cell of four axes. The scalar functions are the
-plain twins of the vector ones: same cells, same operations in the same order, so both give equal numbers. Times are ns.
+A fit is evaluated once at every knot; after that a decode-only batch is one cell and one multiply-add, a chunk is a
+bilinear cell, and a chunk beside decodes a cell of four axes. `lookup` is the scalar twin of the vector functions here:
+same cells, same operations in the same order, so both give equal numbers. Times are ns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from typing import Any, Protocol
 
@@ -16,19 +16,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from profiler.attention_cells import Axis, evaluated, polynomials
 from profiler.attention_law import CONTEXT_STEP, BatchLaw
+from profiler.attention_lookup import DECODE_LIMIT, GRAIN, AttentionLookup
 from profiler.prefill_law import PrefillLaw
 
 Array = NDArray[np.float64]
 
 TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
-DECODE_LIMIT = 1024
 MOST_ALONE = 64
 """Measured coordinates along an axis that decodes alone, and chunks alone, take as knots: their tables are small."""
-GRAIN = 2.0**-20
-"""Nanoseconds that shares of the machine are counted in."""
-MOST_CELLS = 1 << 14
-"""Cells of a chunk beside decodes kept as tuples (9 MB)."""
 _TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
 _BLOCKS = tuple(rows + more for rows in range(64, 1025, 64) for more in (0, 1))
 """Where a chunk alone needs one block more, and may need one wave more."""
@@ -118,19 +114,33 @@ class AttentionTables:
         self._make_lists()
 
     def _make_lists(self) -> None:
-        """Python lists and tuples of the same numbers: indexing them is several times cheaper than indexing arrays."""
+        """The same numbers for the scalar twin."""
         wide, tall = self.contexts.cells, self.decodes.cells
         self._strides = (wide * tall * wide, tall * wide, wide)
         first, second, third = self._strides
-        context_cell = self.contexts.starts(1)
-        self._decode_lookup = (self.alone.cells, self.alone.starts(1), _tuples(self._decode), self._beyond.tolist())
-        self._chunk_lookup = (self.chunks.starts(wide), context_cell, _tuples(self._chunk))
-        # Cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for.
-        cells: dict[int, tuple[float, ...]] = {}
-        lists = (self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third), context_cell)
-        self._beside_lookup = (*lists, cells)
         self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
-        self._share_list: list[tuple[int, int]] = _tuples(self._shares.T)
+        coefficients = self._beside
+
+        def beside(at: int) -> Any:
+            return tuple(coefficients[at].tolist())
+
+        def share_of(tokens: int) -> Any:
+            return tuple(self._share_of(np.array(tokens)).tolist())
+
+        self.lookup = AttentionLookup(
+            wide=self.alone.cells,
+            decode_cells=self.alone.starts(1),
+            lines=_tuples(self._decode),
+            beyond=self._beyond.tolist(),
+            chunk_starts=self.chunks.starts(wide),
+            context_cells=self.contexts.starts(1),
+            chunk_cells=_tuples(self._chunk),
+            beside_starts=(self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third)),
+            beside=beside if self.fused else None,
+            shares=_tuples(self._shares.T),
+            share_of=share_of,
+            uneven=self._uneven,
+        )
 
     def _share_of(self, tokens: Any) -> NDArray[np.int64]:
         """A chunk's share of the machine: an intercept and a slope over its prefix, by its tokens; in whole GRAINs, so
@@ -156,101 +166,10 @@ class AttentionTables:
         """Contexts as attention sees them under a sliding window."""
         return np.minimum(context, self.window) if self.window else context
 
-    # --- scalar ------------------------------------------------------------------------------------------------------
-
-    def decode_ns(self, decodes: int, total: int, largest: int) -> float:
-        """A batch of decodes and nothing else."""
-        mean = total / decodes
-        wide, cells, table, beyond = self._decode_lookup
-        row = decodes if decodes < DECODE_LIMIT else DECODE_LIMIT
-        try:
-            base, slope = table[row * wide + cells[int(mean)]]
-        except IndexError:
-            base, slope = table[row * wide + cells[-1]]
-        ns = base + slope * mean
-        if largest > mean:
-            ns = ns + beyond[row] * (largest - mean)
-        return ns if decodes <= DECODE_LIMIT else ns * (decodes / DECODE_LIMIT)
-
-    def chunk_ns(self, tokens: int, prefix: int) -> float:
-        """One chunk and nothing else."""
-        starts, cells, table = self._chunk_lookup
-        try:
-            one, by_prefix, by_tokens, by_both = table[starts[tokens] + cells[prefix]]
-        except IndexError:
-            one, by_prefix, by_tokens, by_both = table[_at(starts, tokens) + _at(cells, prefix)]
-        return one + by_tokens * tokens + (by_prefix + by_both * tokens) * prefix
-
-    def batch_ns(self, chunks: Sequence[tuple[int, int]], decodes: int, total: int, largest: int) -> float:
-        """Chunks, with or without decodes beside them."""
-        if len(chunks) == 1:
-            ((tokens, prefix),) = chunks
-            if not decodes:
-                return self.chunk_ns(tokens, prefix)
-            further, end = 0.0, prefix + tokens
-        else:
-            tokens, prefix, further, end = self._main_chunk(chunks)
-        if not decodes:
-            ns, reach = self.chunk_ns(tokens, prefix), prefix + tokens
-        elif not self.fused:
-            return self.chunk_ns(tokens, prefix) + further + self.decode_ns(decodes, total, largest)
-        else:
-            # One chunk beside decodes of equal context: `attention_cells.evaluated`, written out.
-            mean = total / decodes
-            by_tokens, by_prefix, by_decodes, by_mean, cells = self._beside_lookup
-            try:
-                at = by_tokens[tokens] + by_prefix[prefix] + by_decodes[decodes] + by_mean[int(mean)]
-            except IndexError:
-                at = _at(by_tokens, tokens) + _at(by_prefix, prefix)
-                at += _at(by_decodes, decodes) + _at(by_mean, int(mean))
-            try:
-                a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = cells[at]  # noqa: E741
-            except KeyError:
-                a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = self._cell_beside(at)  # noqa: E741
-            # As floats, or each product would convert them anew.
-            x, y, z = tokens + 0.0, prefix + 0.0, decodes + 0.0
-            low = a + i * x + (e + m * x) * y + (c + k * x + (g + o * x) * y) * z
-            high = b + j * x + (f + n * x) * y + (d + l * x + (h + p * x) * y) * z
-            ns = low + high * mean
-            reach = prefix + tokens
-            if mean > reach:
-                reach = mean
-            if largest > end:
-                end = largest
-        if end > reach:
-            ns = ns + self._uneven * (end - reach)
-        return ns + further
-
-    def _cell_beside(self, at: int) -> tuple[float, ...]:
-        """Coefficients of a cell that was not visited yet (or long ago)."""
-        cells = self._beside_lookup[-1]
-        if len(cells) >= MOST_CELLS:
-            cells.clear()
-        cells[at] = tuple(self._beside[at].tolist())
-        return cells[at]
-
-    def _main_chunk(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int, float, int]:
-        """(tokens, prefix) of the chunk with most work, the others' share of the machine, the furthest end of any."""
-        shares = self._share_list
-        best, total, end, main = -1, 0, 0, (0, 0)
-        for chunk in chunks:
-            tokens, prefix = chunk
-            try:
-                start, slope = shares[tokens]
-            except IndexError:
-                start, slope = self._share_of(np.array(tokens)).tolist()
-            share = start + slope * prefix
-            total += share
-            if share > best:
-                best, main = share, chunk
-            if prefix + tokens > end:
-                end = prefix + tokens
-        return *main, (total - best) * GRAIN, end
-
     # --- vector ------------------------------------------------------------------------------------------------------
 
     def decode_ns_of(self, decodes: NDArray[np.int64], total: NDArray[np.int64], largest: NDArray[np.int64]) -> Array:
-        """`decode_ns` of many batches, each with at least one decode."""
+        """`lookup.decode_ns` of many batches, each with at least one decode."""
         mean = total / decodes
         row = np.minimum(decodes, DECODE_LIMIT)
         found = self._decode[row * self.alone.cells + self.alone.of(mean)]
@@ -261,7 +180,7 @@ class AttentionTables:
         return ns
 
     def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:
-        """`chunk_ns` of many chunks."""
+        """`lookup.chunk_ns` of many chunks."""
         cells = self.chunks.of(tokens) * self.contexts.cells + self.contexts.of(prefix)
         return evaluated(self._chunk, cells, (tokens, prefix))
 
@@ -274,7 +193,7 @@ class AttentionTables:
         total: NDArray[np.int64],
         largest: NDArray[np.int64],
     ) -> Array:
-        """`batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
+        """`lookup.batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
         further: Array | None = None
         if len(tokens) == len(decodes):
             end = reach = prefix + tokens
@@ -309,7 +228,7 @@ class AttentionTables:
         return ns
 
     def _main_chunks(self, tokens: Any, prefix: Any, offsets: Any) -> tuple[Any, Any, Array, Any]:
-        """`_main_chunk` of many batches."""
+        """The main chunk (`lookup`) of many batches."""
         starts, sizes = offsets[:-1], np.diff(offsets)
         inside = tokens.max() <= TOKEN_LIMIT
         share, slope = self._shares.take(tokens, axis=1) if inside else self._share_of(tokens)
@@ -333,7 +252,3 @@ class AttentionTables:
 def _tuples(table: NDArray[Any]) -> list[Any]:
     return list(map(tuple, table.tolist()))
 
-
-def _at(starts: list[int], coordinate: int) -> int:
-    """The entry of a coordinate that may lie beyond the last knot."""
-    return starts[min(coordinate, len(starts) - 1)]

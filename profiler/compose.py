@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiler.attention_tables import AttentionTables
+from profiler.composed import Engine, Region
 from profiler.device_fit import DeviceFit
 from profiler.dtypes import canonical_dtype
 from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
-from profiler.fitted import Engine, FittedModel, Region
+from profiler.fitted import FittedModel
 from profiler.hardware import Hardware
 from profiler.intervals import half_widths
 from profiler.layer_split import check_split, split_layers

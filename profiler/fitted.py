@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from policies.batch import BatchShape
 from policies.request import Ns
-from profiler.attention_tables import AttentionTables
-from profiler.engine_terms import EngineTerms
+from profiler.attention_lookup import AttentionLookup
+from profiler.composed import Engine, RowTerms
 from profiler.errors import ProfileError
 from profiler.intervals import factors
 from profiler.shapes import ShapeColumns
 
 Column = NDArray[np.int64]
-RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 
 MAX_ROWS = 1 << 20
 
@@ -27,50 +26,6 @@ WORTH_AN_ARRAY = 96
 
 # So many shapes are evaluated at once: their columns stay in a processor's cache.
 BLOCK = 2048
-
-
-@dataclass(frozen=True)
-class Region:
-    """The measured region: largest rows, sampled rows, chunk tokens, prefix, decodes and context.
-
-    mixed: whether chunks were measured beside decodes.
-    composed: operators that were not measured in this width, by name. unmeasured: those of them that stand on more
-        than an interpolation between measured widths or one pass over their bytes, so that no shape counts as inside.
-    """
-
-    rows: int
-    sampled: int
-    tokens: int
-    prefix: int
-    decodes: int
-    context: int
-    mixed: bool = True
-    composed: tuple[str, ...] = ()
-    unmeasured: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What `profiler.compose` hands over: everything that a FittedModel evaluates.
-
-    layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
-    the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
-    half_widths: of 90 % intervals by operator (`profiler.intervals`).
-    """
-
-    name: str
-    layer_split: tuple[int, ...]
-    layer_rows: RowTerms
-    first_rows: RowTerms
-    last_rows: RowTerms
-    sampled: RowTerms
-    attention: AttentionTables
-    region: Region
-    terms: EngineTerms
-    send: tuple[float, float] = (0.0, 0.0)
-    tile: int = 128
-    half_widths: Mapping[str, float] = field(default_factory=dict)
-    provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FittedModel:
@@ -89,6 +44,7 @@ class FittedModel:
         self.layer_split = engine.layer_split
         self.stages = len(engine.layer_split)
         self._attention = engine.attention
+        self._lookup: AttentionLookup = engine.attention.lookup
         self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
         self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
         self._sampled_column: Column = np.zeros(0, np.int64)
@@ -100,10 +56,10 @@ class FittedModel:
         self._before_ns = [self._host_before_ns(count) for count in range(1025)]
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
         region = engine.region
-        self._bounds = (
-            *(not region.unmeasured, region.mixed, region.rows, region.decodes, region.sampled, region.context),
-            *(region.tokens, region.prefix, engine.layer_split[0]),
-        )
+        self._bounds: tuple[bool, bool, int, int, int, int, int, int, int] = (
+            not region.unmeasured, region.mixed, region.rows, region.decodes, region.sampled, region.context,
+            region.tokens, region.prefix, engine.layer_split[0],
+        )  # fmt: skip
 
     # --- terms by rows -----------------------------------------------------------------------------------------------
 
@@ -168,7 +124,7 @@ class FittedModel:
         sequences = len(chunks) + rows
         ns = 0
         if chunks:
-            ns = int(self._attention.batch_ns(chunks, rows, total, largest) * layers + 0.5)
+            ns = int(self._lookup.batch_ns(chunks, rows, total, largest) * layers + 0.5)
             if rows and not mixed:
                 inside = False
             for tokens, prefix in chunks:
@@ -176,7 +132,7 @@ class FittedModel:
                 if tokens > most_tokens or prefix > furthest:
                     inside = False
         elif rows:
-            ns = int(self._attention.decode_ns(rows, total, largest) * layers + 0.5)
+            ns = int(self._lookup.decode_ns(rows, total, largest) * layers + 0.5)
         rows += dummy
         if executed > rows:
             rows = executed
@@ -193,9 +149,9 @@ class FittedModel:
         chunks, decodes, total, largest, *_ = shape
         rows, sampled, attention = shape.rows, shape[5], 0.0
         if chunks:
-            attention = self._attention.batch_ns(chunks, decodes, total, largest)
+            attention = self._lookup.batch_ns(chunks, decodes, total, largest)
         elif decodes:
-            attention = self._attention.decode_ns(decodes, total, largest)
+            attention = self._lookup.decode_ns(decodes, total, largest)
         send, last = self.send_ns(shape, 0), self.stages - 1
         times = []
         for stage, layers in enumerate(self.engine.layer_split):
@@ -209,12 +165,12 @@ class FittedModel:
         chunks, rows, total, largest, dummy, sampled, executed = shape
         ns = 0
         if chunks:
-            attention = self._attention.batch_ns(chunks, rows, total, largest)
+            attention = self._lookup.batch_ns(chunks, rows, total, largest)
             ns = int(attention * self.engine.layer_split[stage] + 0.5)
             for tokens, _ in chunks:
                 rows += tokens
         elif rows:
-            attention = self._attention.decode_ns(rows, total, largest)
+            attention = self._lookup.decode_ns(rows, total, largest)
             ns = int(attention * self.engine.layer_split[stage] + 0.5)
         rows += dummy
         if executed > rows:
@@ -243,7 +199,7 @@ class FittedModel:
         rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
         layers = self.engine.layer_split[stage]
         if steps < WORTH_AN_ARRAY and not chunks:
-            one_ns, contexts = self._attention.decode_ns, range(total, total + steps * decodes, decodes)
+            one_ns, contexts = self._lookup.decode_ns, range(total, total + steps * decodes, decodes)
             plain = [
                 int(one_ns(decodes, context, largest + i) * layers + 0.5) + rest for i, context in enumerate(contexts)
             ]
@@ -329,8 +285,8 @@ class FittedModel:
     def _attention_ns(self, shape: BatchShape) -> float:
         chunks, decodes, total, largest, *_ = shape
         if chunks:
-            return self._attention.batch_ns(chunks, decodes, total, largest)
-        return self._attention.decode_ns(decodes, total, largest) if decodes else 0.0
+            return self._lookup.batch_ns(chunks, decodes, total, largest)
+        return self._lookup.decode_ns(decodes, total, largest) if decodes else 0.0
 
     def inside(self, shape: BatchShape) -> bool:
         """Whether the shape lies within the measured bounds, and every operator was measured in this width or between
