@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from simpy import Event
@@ -30,9 +30,9 @@ class Arrivals:
         self.give_up = give_up
         self.arrived = 0
         self._followers = trace.followers()
-        self._open = list(range(len(trace))) if not self._followers else self._open_rows(trace)
-        self._times: list[Ns] = trace.arrival_ns.tolist()
-        self._outputs: list[int] = trace.output_tokens.tolist()
+        self._open: Sequence[int] = self._open_rows(trace) if self._followers else range(len(trace))
+        # Views of the trace's own memory whose entries are integers: lists of these would take 36 bytes an entry.
+        self._times, self._outputs = trace.arrival_ns.data, trace.output_tokens.data
         # Prompts and declared limits, where a request is nothing but these.
         self._plain = trace.plain_lengths()
         self._impatient = trace.abort_ns is not None
@@ -40,7 +40,7 @@ class Arrivals:
         # One event for all arrivals, put back into the queue each time.
         self._event: Moment | None = None
 
-    def play(self, submit: Callable[[Request, int], None], rows: list[int] | None = None) -> None:
+    def play(self, submit: Callable[[Request, int], None], rows: Sequence[int] | None = None) -> None:
         """Call submit(request, output_tokens) for every arrival from now on, in trace order at equal times.
 
         rows: those that arrive, in trace order; all of them unless given.

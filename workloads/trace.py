@@ -140,13 +140,13 @@ class Trace:
             self.slo[row] if self.slo is not None else None,
         )
 
-    def plain_lengths(self) -> tuple[list[int], list[int]] | None:
-        """Prompt lengths and declared limits as integers, where a request of this trace has nothing else beside its
-        arrival: for whoever makes every one of them. None otherwise."""
+    def plain_lengths(self) -> tuple[memoryview, memoryview] | None:
+        """Prompt lengths and declared limits, each entry an `int`, where a request of this trace has nothing else
+        beside its arrival: for whoever makes every one of them. None otherwise."""
         others = (self.prefix_hashes, self.session, self.priority, self.slo)
         if any(column is not None for column in others) or self.hash_tokens:
             return None
-        return self.prompt_tokens.tolist(), self.max_output_tokens.tolist()
+        return self.prompt_tokens.data, self.max_output_tokens.data
 
     def timeout_ns(self, row: int) -> int:
         """How long after its arrival the client of this row gives up; -1 for never."""
