@@ -1,4 +1,5 @@
-"""The optional compiled build, made from this very source: the five tables of its runs are those of pure Python."""
+"""The optional compiled build, made from this very source: the five tables of its runs are those of pure Python, and so
+are the costs that it predicts."""
 
 import importlib.util
 import os
@@ -15,9 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = """
 import hashlib
+from random import Random
+
 from metrics import Recorder
 from metrics.columns import TABLES
+from policies import BatchShape
 from policies.compiling import how_built
+from profiler import load_cost_model
 from simulator.config import ReplayConfig
 from simulator.simulation import make_cluster_plan, simulate
 from workloads import generate
@@ -35,6 +40,7 @@ runs = {
     "fitted costs": (trace.head(60), {"cost_model": "auto"}),
     "pipeline": (crowd, {"pp": 4}),
     "replicas": (crowd, {"replicas": 3, "router": "least_outstanding_tokens"}),
+    "replicas in turn": (crowd, {"replicas": 3, "router": "round_robin"}),
     "pools": (crowd, {"pools": ({"role": "prefill"}, {"role": "decode"})}),
     "plain path": (trace.head(40), {"leaps": False}),
 }
@@ -46,6 +52,16 @@ for name, (requests, options) in runs.items():
     tables = recorder.tables()
     text = repr([tables.table(table).to_pydict() for table in TABLES])
     print(name, tables.rows("iterations"), hashlib.sha256(text.encode()).hexdigest())
+
+draw = Random(0)
+for pp in (1, 2):
+    cost = load_cost_model("llama-3.1-8b", "h100", pp=pp)
+    for chunks in (0, 1, 2, 8):
+        for decodes in (0, 1, 200, 2000):
+            # Now and then beyond the tables.
+            parts = tuple((draw.choice([1, 77, 2048, 20_000]), draw.randint(0, 150_000)) for _ in range(chunks))
+            shape = BatchShape(parts, decodes, 700 * decodes, 900 if decodes else 0, 0, decodes)
+            print(shape, cost.iteration_ns(shape), cost.stages_ns(shape), cost.stage_ns(shape), cost.inside(shape))
 """
 
 
