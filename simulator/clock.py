@@ -9,7 +9,8 @@ per iteration; the queue holds only what different parties have to hear of in tu
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +84,22 @@ class VirtualTime(Nanoseconds):
         return True
 
     def run(self, until: Any = None) -> Any:
-        """SimPy's `run`, with Python's cyclic garbage collector all but stopped meanwhile.
-
-        A run makes and drops millions of small objects without a cycle among them; reference counts free them at
-        once, while the collector would walk all requests and records again and again. What it is left to do is for
-        policies that make cycles of their own.
-        """
-        before = gc.get_threshold()
-        gc.set_threshold(_GARBAGE_THRESHOLD, before[1], before[2])
-        try:
+        """SimPy's `run`, with Python's cyclic garbage collector all but stopped meanwhile."""
+        with collecting_rarely():
             return super().run(until)
-        finally:
-            gc.set_threshold(*before)
+
+
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Python's cyclic garbage collector all but stopped.
+
+    A run makes and drops millions of small objects without a cycle among them; reference counts free them at once,
+    while the collector would walk all requests and records again and again. What it is left to do is for policies that
+    make cycles of their own.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_GARBAGE_THRESHOLD, before[1], before[2])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

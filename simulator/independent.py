@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from simulator.clock import VirtualTime
+from simulator.clock import VirtualTime, collecting_rarely
 from simulator.errors import SimulationError
 from simulator.routers import Router, choose
 
@@ -51,15 +51,16 @@ def run_in_turn(cluster: Cluster, arrivals: Arrivals) -> None:
     """Deal all requests, then run replica after replica until everything has ended, each from the same beginning."""
     env = cluster.env
     assert isinstance(env, VirtualTime)
-    dealt = _deal(cluster, arrivals)
     # Each is alone with its arrivals while it has its turn.
     sharers, env.sharers = env.sharers, 1
     try:
-        for replica, rows in zip(cluster.replicas, dealt):
-            if rows:
-                env.rewind()
-                arrivals.play(partial(cluster.submit_to, replica), rows)
-                env.run()
+        # Here, too: between two turns the collector would walk all replicas.
+        with collecting_rarely():
+            for replica, rows in zip(cluster.replicas, _deal(cluster, arrivals)):
+                if rows:
+                    env.rewind()
+                    arrivals.play(partial(cluster.submit_to, replica), rows)
+                    env.run()
     finally:
         env.sharers = sharers
 
