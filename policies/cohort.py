@@ -266,13 +266,20 @@ class Cohort:
 
     def growth_within(self, steps: int) -> int:
         """Blocks that the next `steps` steps need in all."""
-        block_size, growth, first = self.block_size, self._growth, self.planned
-        rounds, rest = divmod(steps, block_size)
-        blocks = rounds * sum(growth) + sum([growth[step % block_size] for step in range(first, first + rest)])
-        for step, tracks in self._grows_later.items():
+        block_size, first, later = self.block_size, self.planned, self._grows_later
+        blocks, regular = 0, self.size
+        for step, tracks in later.items():
+            regular -= len(tracks)
             if step < first + steps:
                 blocks += len(tracks) * (1 + (first + steps - 1 - step) // block_size)
-        return blocks
+        # Each regular member needs one in every block_size steps; the rest of them may go round the end of the list.
+        rounds, rest = divmod(steps, block_size)
+        if rest:
+            growth, at = self._growth, first % block_size
+            blocks += sum(growth[at : at + rest])
+            if at + rest > block_size:
+                blocks += sum(growth[: at + rest - block_size])
+        return blocks + rounds * regular
 
     def steps_within(self, free_blocks: int, most: int) -> int:
         """How many further steps, at most `most`, can be planned with `free_blocks` blocks."""

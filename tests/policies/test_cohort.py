@@ -49,7 +49,9 @@ def test_each_member_takes_a_block_when_its_own_are_full(rows, block_size, leaps
         within = cohort.steps_within(before, steps)
         assert within == steps
         assert cohort.growth == sum(context >= blocks * block_size for context, blocks in held.values())
+        foreseen = [cohort.growth_within(some) for some in range(steps + 1)]
         taken = cohort.plan_steps(steps, ledger)
+        assert foreseen == [sum(taken[:some]) for some in range(steps + 1)]
         assert taken == [expected() for _ in range(steps)]
         assert ledger.free_blocks == before - sum(taken)
         if held:
