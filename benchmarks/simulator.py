@@ -1,6 +1,7 @@
 """How fast is the simulator? Iterations per second beside a bare SimPy loop, in one process, and a whole real trace.
 
-    python benchmarks/simulator.py [--json] [--trace AzureLLMInferenceTrace_conv.csv] [--repeats 5] [--requests 1000000]
+    python benchmarks/simulator.py [--json] [--trace AzureLLMInferenceTrace_conv.csv] [--repeats 5]
+        [--requests 1000000 [--replicas 1000]]
 
 An iteration is compared with what SimPy itself needs for one timeout of one process, so that the figure is a ratio that
 a busy or slow machine does not change much. CPU seconds are given with wall seconds for the same reason. Pipelines and
@@ -152,14 +153,18 @@ def measure_start() -> dict[str, float]:
     }  # fmt: skip
 
 
-def measure_long(requests: int) -> dict[str, Any]:
-    """A conversation of so many requests, records streamed to disk, and its summary. peak_mib: of this process."""
+def measure_long(requests: int, replicas: int = 1) -> dict[str, Any]:
+    """A conversation of so many requests, as fast as one replica takes it for each of them (round robin), records
+    streamed to disk, and its summary. peak_mib: of this process."""
 
     def peak_mib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-    trace = generate(requests=requests, arrivals="poisson:5.53", prompt="lognormal:1020,1", output="lognormal:129,1")
-    engine = make_engine(ReplayConfig(policy="chunked", cost_model="roofline"), trace)
+    trace = generate(
+        requests=requests, arrivals=f"poisson:{5.53 * replicas}", prompt="lognormal:1020,1", output="lognormal:129,1"
+    )
+    config = ReplayConfig(policy="chunked", cost_model="roofline", replicas=replicas, router="round_robin")
+    engine = make_engine(config, trace)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(stream_to=folder)
         wall, cpu, _ = timed(lambda: simulate(trace, engine, recorder))
@@ -167,8 +172,8 @@ def measure_long(requests: int) -> dict[str, Any]:
         after_run = peak_mib()
         summary_wall, summary_cpu, _ = timed(lambda: summarise(tables))
         return {
-            "requests": requests, "iterations": tables.rows("iterations"), "wall_s": wall, "cpu_s": cpu,
-            "peak_mib": after_run, "summary_wall_s": summary_wall, "summary_cpu_s": summary_cpu,
+            "requests": requests, "replicas": replicas, "iterations": tables.rows("iterations"), "wall_s": wall,
+            "cpu_s": cpu, "peak_mib": after_run, "summary_wall_s": summary_wall, "summary_cpu_s": summary_cpu,
             "peak_mib_with_summary": peak_mib(),
         }  # fmt: skip
 
@@ -181,6 +186,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=10_000)
     parser.add_argument("--requests", type=int, help="also a long run of so many requests, streamed to disk")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the long run (round robin)")
     arguments = parser.parse_args()
 
     measure_changing(16, 2_000)  # imports and tables
@@ -201,7 +207,7 @@ def main() -> None:
     ]
     result["start"] = measure_start()
     if arguments.requests:
-        result["long run"] = measure_long(arguments.requests)
+        result["long run"] = measure_long(arguments.requests, arguments.replicas)
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
