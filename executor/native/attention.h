@@ -152,15 +152,15 @@ static inline void locate(const Work& w, const int32_t* table, long head, long f
 // Neighbours added pairwise: first half of the result from a, second from b.
 static inline vfloat add_pairs(vfloat a, vfloat b) {
     const vint even = lane_numbers() * 2;
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+    return shuffled(a, b, even) + shuffled(a, b, even + 1);
 }
 
 // The sums of four vectors, written to out[0..3].
 static inline void sum_four(vfloat a, vfloat b, vfloat c, vfloat d, float* out) {
     vfloat v = add_pairs(add_pairs(a, b), add_pairs(c, d));
     const vint lane = lane_numbers();
-    for (int half = LANES / 8; half > 0; half /= 2) v += __builtin_shuffle(v, lane ^ half);
-    const vfloat four = __builtin_shuffle(v, lane * (LANES / 4) % LANES);
+    for (int half = LANES / 8; half > 0; half /= 2) v += shuffled(v, lane ^ half);
+    const vfloat four = shuffled(v, lane * (LANES / 4) % LANES);
     memcpy(out, &four, 16);
 }
 

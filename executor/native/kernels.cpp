@@ -10,7 +10,6 @@ extern "C" {
 
 int ct_lanes() { return LANES; }
 int ct_queries() { return QUERIES; }
-int ct_threads() { return ThreadPool::shared().threads(); }
 void ct_set_threads(int threads) { ThreadPool::shared().resize(threads); }
 
 long ct_packed_panels(long n, int gated) { return gated ? (n / 2 + LANES - 1) / LANES : (n + PANEL - 1) / PANEL; }

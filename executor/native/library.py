@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_void_p
+from ctypes import POINTER, c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from executor.errors import ExecutorError
 from policies.output_file import clear_leftovers, scratch_prefix
 
 _SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-std=c++20", "-fPIC", "-pthread")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread")
+if platform.machine().lower() in ("x86_64", "amd64"):
+    _FLAGS += ("-mprefer-vector-width=512",)
 
 
 class NativeError(ExecutorError):
@@ -92,7 +95,6 @@ class Rotation(ctypes.Structure):
 _SIGNATURES = {
     "ct_lanes": (c_int, []),
     "ct_queries": (c_int, []),
-    "ct_threads": (c_int, []),
     "ct_set_threads": (None, [c_int]),
     "ct_packed_panels": (c_long, [c_long, c_int]),
     "ct_pack": (None, [c_void_p, c_long, c_long, c_long, c_int, c_int, c_void_p]),
@@ -107,7 +109,7 @@ _SIGNATURES = {
     "ct_argmax": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
 }
 
-__all__ = ["NativeError", "Pool", "Rotation", "Work", "c_int32", "c_int64", "native_library", "native_reason"]
+__all__ = ["NativeError", "Pool", "Rotation", "Work", "native_library", "native_reason"]
 
 
 @cache
@@ -185,7 +187,5 @@ def _machine() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        import platform
-
         return platform.processor() + platform.machine()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")

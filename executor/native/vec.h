@@ -48,9 +48,25 @@ static inline uint16_t narrow(float x) {
 static inline void put(float* p, float x) { *p = x; }
 static inline void put(uint16_t* p, float x) { *p = narrow(x); }
 
-static inline vfloat select(vint mask, vfloat yes, vfloat no) { return (vfloat)((mask & (vint)yes) | (~mask & (vint)no)); }
 // A NaN in either operand survives into the maximum of (a, b) only through b; softmax adds it back through the sum.
 static inline vfloat maximum(vfloat a, vfloat b) { return a > b ? a : b; }
+
+// The lanes of `a`, or of `a` and then `b`, that `at` names. Clang has no form of its own for places in a variable.
+#if defined(__clang__)
+static inline vfloat shuffled(vfloat a, vint at) {
+    vfloat out;
+    for (int i = 0; i < LANES; ++i) out[i] = a[at[i] & (LANES - 1)];
+    return out;
+}
+static inline vfloat shuffled(vfloat a, vfloat b, vint at) {
+    vfloat out;
+    for (int i = 0; i < LANES; ++i) out[i] = at[i] & LANES ? b[at[i] & (LANES - 1)] : a[at[i] & (LANES - 1)];
+    return out;
+}
+#else
+static inline vfloat shuffled(vfloat a, vint at) { return __builtin_shuffle(a, at); }
+static inline vfloat shuffled(vfloat a, vfloat b, vint at) { return __builtin_shuffle(a, b, at); }
+#endif
 
 // Sum of all lanes by halves: the same order on every call.
 static inline vint lane_numbers() {
@@ -60,12 +76,12 @@ static inline vint lane_numbers() {
 }
 static inline float sum(vfloat v) {
     const vint lane = lane_numbers();
-    for (int half = LANES / 2; half > 0; half /= 2) v += __builtin_shuffle(v, lane ^ half);
+    for (int half = LANES / 2; half > 0; half /= 2) v += shuffled(v, lane ^ half);
     return v[0];
 }
 static inline float largest(vfloat v) {
     const vint lane = lane_numbers();
-    for (int half = LANES / 2; half > 0; half /= 2) v = maximum(v, __builtin_shuffle(v, lane ^ half));
+    for (int half = LANES / 2; half > 0; half /= 2) v = maximum(v, shuffled(v, lane ^ half));
     return v[0];
 }
 

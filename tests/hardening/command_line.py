@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from policies.command_line import run_command
+from policies.command_line import INTERRUPTED, TERMINATED, run_command
 
 PACKAGES = ("workloads", "simulator", "metrics", "profiler", "experiments", "executor")
 
@@ -48,6 +48,11 @@ def run(package: str, *arguments: object) -> Ended:
         code = error.code if isinstance(error.code, int) else 1 if error.code else 0
     finally:
         sys.argv = old
+    # Nobody here interrupts a command in this process: the signal was meant for the tests, and ends them.
+    if code == TERMINATED:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     return Ended(code, out.getvalue(), err.getvalue(), time.process_time() - started)
 
 

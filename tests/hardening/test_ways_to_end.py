@@ -282,3 +282,19 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(module: str, to
     assert done.returncode == 2
     assert done.stderr.startswith(told)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_tests_ends_them_and_not_the_command_that_they_run(number: signal.Signals) -> None:
+    """A command run in the tests' own process has handlers of its own; its exit code was once taken for a fault."""
+    code = (
+        "import os, signal, threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from tests.hardening import command_line\n"
+        f"threading.Timer(0.2, os.kill, (os.getpid(), {int(number)})).start()\n"
+        "command_line.group_of = lambda package: lambda **words: signal.pause()\n"
+        "print(command_line.run('workloads'), 'went on')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in done.stderr), done
+    assert "went on" not in done.stdout
