@@ -149,7 +149,7 @@ def _against_other(
 def _cost(cost_model: str, model: str, gpu: str | None, dtype: str, tp: int = 1, pp: int = 1) -> CostModel:
     """Fitted iterations, whole ones or those of a pipeline's stages, need no device; anything else is about one."""
     from profiler import load_cost_model, load_model_spec
-    from profiler.iteration_model import is_iteration_fit, load_iterations
+    from profiler.iteration_file import is_iteration_fit, load_iterations
     from profiler.staged_model import is_staged_fit, load_staged
 
     spec = load_model_spec(model)

@@ -59,7 +59,7 @@ class Price:
         """`1.20 EUR (0.84 to 1.56)` for so many GPU-seconds."""
         value = self.of_gpu_seconds(gpu_seconds)
         low, high = value * (1 - BAND), value * (1 + BAND)
-        digits = 2 if value >= 1 else min(8, 1 - math.floor(math.log10(value)))
+        digits = min(8, 1 - math.floor(math.log10(value))) if 0 < value < 1 else 2
         return f"{value:.{digits}f} {self.currency} ({low:.{digits}f} to {high:.{digits}f})"
 
 

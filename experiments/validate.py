@@ -163,7 +163,8 @@ class Validation:
     def model(self, plan: MeasurementPlan) -> IterationModel:
         """The cost model: measured (or a given profile) and fitted."""
         from profiler.fit_iterations import fit_iterations
-        from profiler.iteration_model import IterationModel, read_fit, write_fit
+        from profiler.iteration_file import read_fit, write_fit
+        from profiler.iteration_model import IterationModel
         from profiler.profile import read_profile
 
         if self.settings.engine.is_sharded:

@@ -168,7 +168,7 @@ def _against(
 def _fitted(profile: Path, out: Path) -> str:
     """A profile fitted into a model file beside the report."""
     from profiler.fit_iterations import fit_iterations
-    from profiler.iteration_model import write_fit
+    from profiler.iteration_file import write_fit
     from profiler.profile import read_profile
 
     out.mkdir(parents=True, exist_ok=True)

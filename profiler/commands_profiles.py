@@ -105,7 +105,7 @@ def _hardware_of(table: Profile, path: Path, gpu: str | None) -> Hardware:
 
 def _fit_whole_iterations(profile: Profile, out: Path) -> None:
     from profiler.fit_iterations import fit_iterations
-    from profiler.iteration_model import write_fit
+    from profiler.iteration_file import write_fit
 
     fit = fit_iterations(profile)
     write_fit(fit, out)
@@ -149,7 +149,7 @@ def report_command(
     import json
 
     from profiler.fitted import find_fitted
-    from profiler.iteration_model import is_iteration_fit, read_fit
+    from profiler.iteration_file import is_iteration_fit, read_fit
     from profiler.model_file import read_model
     from profiler.report import draw, iteration_report, iteration_text, report, text
 

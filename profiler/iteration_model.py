@@ -6,11 +6,9 @@ fitted, rounded to whole nanoseconds by itself, so that terms add up exactly and
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -18,10 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.batch import BatchShape
-from policies.input_file import checked_file, read_json
-from policies.output_file import write_text
 from policies.request import Ns
-from profiler.aftermath import PRICES as AFTERMATH_PRICES
 from profiler.aftermath import extra_ns
 from profiler.errors import ProfileError
 from profiler.shapes import ShapeColumns, attended_pairs
@@ -29,9 +24,6 @@ from profiler.shapes import ShapeColumns, attended_pairs
 Column = NDArray[np.int64]
 Array = NDArray[np.float64]
 
-FORMAT = "charioteer fitted iterations"
-VERSION = 1
-MAX_BYTES = 8 << 20
 MAX_ROWS = 1 << 20
 
 CONTEXT_LEVELS = (4096, 16384, 65536)
@@ -317,88 +309,3 @@ def host_amounts(columns: ShapeColumns) -> Column:
 
 def _rounded(amount: Column, price: float) -> Column:
     return np.asarray((amount * price + 0.5).astype(np.int64))
-
-
-# On disk
-
-
-def write_fit(fit: IterationFit, path: str | Path) -> None:
-    """One readable JSON, whole or not at all."""
-    path = Path(path)
-    if path.suffix != ".json":
-        raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .json")
-    document = {"format": FORMAT, "version": VERSION, "row_terms": ROW_TERMS, "amounts": AMOUNTS, **asdict(fit)}
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n", ProfileError)
-
-
-def is_iteration_fit(path: str | Path) -> bool:
-    """Whether a file says that it is one of ours; nothing else of it is checked."""
-    return says_format(path, FORMAT)
-
-
-def says_format(path: str | Path, name: str) -> bool:
-    """Whether a file names this format in its first bytes."""
-    try:
-        with checked_file(path, ProfileError).open("rb") as file:
-            return name.encode() in file.read(200)
-    except (OSError, ProfileError):
-        return False
-
-
-def read_fit(path: str | Path) -> IterationFit:
-    """Read and check what `write_fit` wrote; raises ProfileError with the file and the entry at fault."""
-    path = Path(path)
-    document = read_json(path, ProfileError, MAX_BYTES)
-    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
-        raise ProfileError(f"{path}: found something else, expected {FORMAT!r} version {VERSION}")
-    named = [tuple(term) for term in document.get("row_terms", ())], tuple(document.get("amounts", ()))
-    if named != (list(ROW_TERMS), AMOUNTS):
-        raise ProfileError(f"{path}: its terms are not those of this version: profile and fit again")
-    counts = {"row_prices": len(ROW_TERMS), "prices": len(AMOUNTS), "host_before": len(HOST_AMOUNTS), "host_after": 2}
-    values: dict[str, Any] = {}
-    for entry in fields(IterationFit):
-        found = document.get(entry.name)
-        if entry.name in counts:
-            values[entry.name] = _prices(path, entry.name, found, counts[entry.name])
-        elif entry.name == "resampled":
-            rows = found if isinstance(found, list) and len(found) <= 1000 else []
-            both = counts["row_prices"] + counts["prices"]
-            values["resampled"] = tuple(_prices(path, "resampled", row, both) for row in rows)
-        elif entry.name == "aftermath":
-            values["aftermath"] = _prices(path, entry.name, found, AFTERMATH_PRICES) if found else ()
-        elif entry.name == "bounds":
-            values["bounds"] = _bounds(path, found)
-        elif entry.name in ("disturbance", "drift", "phases"):
-            found = document.get(entry.name, 0 if entry.name == "phases" else None)  # older files know no phases
-            values[entry.name] = _prices(path, entry.name, [found], 1)[0]
-        elif entry.name in ("errors", "noise", "provenance"):
-            values[entry.name] = found if isinstance(found, dict) else {}
-        else:
-            values[entry.name] = str(found)[:200]
-    return IterationFit(**values)
-
-
-def load_iterations(path: str | Path, spec: Any, *, tp: int = 1, pp: int = 1, **engine: Any) -> IterationModel:
-    """The cost model of a file, for the model that it was measured with and no other."""
-    fit = read_fit(path)
-    if fit.model != spec.name:
-        raise ProfileError(f"{path}: was measured with {fit.model}, not with {spec.name}; profile that model")
-    if (tp, pp) != (1, 1):
-        raise ProfileError(
-            f"{path}: whole iterations of one device say nothing about tp {tp}, pp {pp}; expected 1 and 1"
-        )
-    return IterationModel(fit)
-
-
-def _prices(path: Path, name: str, values: Any, count: int) -> tuple[float, ...]:
-    good = isinstance(values, Sequence) and len(values) == count
-    if not good or not all(isinstance(v, int | float) and 0 <= v < 1e15 for v in values):
-        raise ProfileError(f"{path}: {name}: found {str(values)[:60]}, expected {count} numbers of 0 or more")
-    return tuple(float(value) for value in values)
-
-
-def _bounds(path: Path, values: Any) -> Bounds:
-    names = [entry.name for entry in fields(Bounds)]
-    if not isinstance(values, dict) or not all(isinstance(values.get(name), int) for name in names):
-        raise ProfileError(f"{path}: bounds: found {str(values)[:60]}, expected whole numbers {', '.join(names)}")
-    return Bounds(**{name: values[name] for name in names})

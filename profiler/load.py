@@ -79,7 +79,7 @@ def _shipped(hardware: Hardware) -> Path | None:
 
 
 def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
-    from profiler.iteration_model import is_iteration_fit, load_iterations
+    from profiler.iteration_file import is_iteration_fit, load_iterations
     from profiler.staged_model import is_staged_fit, load_staged
 
     if is_iteration_fit(path):

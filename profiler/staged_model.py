@@ -21,7 +21,8 @@ from policies.input_file import read_json
 from policies.output_file import write_text
 from policies.request import Ns
 from profiler.errors import ProfileError
-from profiler.iteration_model import IterationFit, IterationModel, host_amounts, read_fit, says_format, write_fit
+from profiler.iteration_file import read_fit, says_format, write_fit
+from profiler.iteration_model import IterationFit, IterationModel, host_amounts
 from profiler.shapes import ShapeColumns
 
 Column = NDArray[np.int64]

@@ -178,8 +178,9 @@ def _build() -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        first = (done.stderr.strip().splitlines() or ["no message"])[0]
-        raise NativeError(f"C++ kernels: {command[0]} failed: {first}")
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        told = next((line for line in lines if "error" in line), lines[0])  # not the headers that lead to it
+        raise NativeError(f"C++ kernels: {command[0]} failed: {told}")
 
 
 def _machine() -> str:

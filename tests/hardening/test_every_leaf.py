@@ -105,6 +105,25 @@ def _fit() -> dict[str, Any]:
     return json.loads(Path("profiler/data/fitted/a6000.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
+def _iterations(stages: int = 1) -> dict[str, Any]:
+    """A cost model of whole iterations, or that of a pipeline whose stages lie beside it."""
+    from profiler.iteration_file import write_fit
+    from profiler.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit
+    from profiler.staged_model import StagedFit, write_staged
+
+    bounds = Bounds(64, 8, 1, 64, 0, 8, 128, 1024)
+    one = IterationFit(
+        "a cpu", "nano", "float32", "native", (1.0,) * len(ROW_TERMS), (1.0,) * len(AMOUNTS), (1.0,) * 4, (1.0, 1.0), bounds,
+        resampled=((1.0,) * (len(ROW_TERMS) + len(AMOUNTS)),) * 2, drift=0.01, phases=5.0, errors={"shapes": 70.0}, noise={"median": 0.1},
+    )  # fmt: skip
+    file = Path("made.json")
+    if stages == 1:
+        write_fit(one, file)
+    else:
+        write_staged(StagedFit((one,) * stages, ((1.0, 1.0),) * (stages - 1), (1.0,) * 4, (1.0, 1.0), {"a": 1}), file)
+    return json.loads(file.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
 def _packing() -> dict[str, Any]:
     whole = json.loads(Path("profiler/data/kv_compression_cpu.json").read_text(encoding="utf-8"))
     return {**whole, "prices": {"kivi4": whole["prices"]["kivi4"]}}
@@ -118,6 +137,11 @@ DOORS: dict[str, Door] = {
     "model": (lambda: _named("profiler/data/models.toml", "nano"), "model.toml", toml, lambda f: (*REPLAY, "--model", f)),
     "Hugging Face config": (lambda: {**SHAPE, **ROPE}, "m/config.json", as_json, lambda f: (*REPLAY, "--model", f.parent)),
     "fitted costs": (_fit, "a6000.json", as_json, lambda f: (*REPLAY, "--model", "llama-13b", "--cost-model", f)),
+    "fitted iterations": (_iterations, "i.json", as_json, lambda f: (*REPLAY, "--model", "nano", "--cost-model", f, "--num-blocks", 99)),
+    "fitted stages": (
+        lambda: _iterations(2), "made.json", as_json,
+        lambda f: (*REPLAY, "--model", "nano", "--cost-model", f, "--pp", 2, "--num-blocks", 99),
+    ),
     "costs of packing": (_packing, "pack.json", as_json, lambda f: (*REPLAY, "--kv-compression", "kivi4", "--kv-compression-cost", f)),
     "settings of a replay": (
         lambda: {

@@ -136,7 +136,8 @@ def test_a_report_names_errors_region_noise_and_worst_cases(tmp_path: Path) -> N
 
 
 def test_a_fit_of_whole_iterations_has_a_report_too(tmp_path: Path) -> None:
-    from profiler.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit, write_fit
+    from profiler.iteration_file import write_fit
+    from profiler.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit
 
     file = tmp_path / "cpu.json"
     bounds = Bounds(rows=64, sampled=8, chunks=1, tokens=64, prefix=0, decodes=8, context=128, context_total=1024)

@@ -16,7 +16,8 @@ from policies.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
 from profiler.fit_iterations import _phases, disagreement, fit_iterations, predicted_device_s
-from profiler.iteration_model import IterationModel, _deviations, is_iteration_fit, read_fit, write_fit
+from profiler.iteration_file import is_iteration_fit, read_fit, write_fit
+from profiler.iteration_model import IterationModel, _deviations
 from profiler.load import load_cost_model
 from profiler.profile import Profile, chunk_text, make_profile
 
