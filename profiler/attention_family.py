@@ -24,6 +24,7 @@ from profiler.attention_law import (
     joined_us,
 )
 from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
+from profiler.folds import folds
 from profiler.lattice import Lattice
 from profiler.learnt_grids import TABLE, Misses, chosen, densified, learnt
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
@@ -174,8 +175,6 @@ def _layouts(
     kind: str, parts: Mapping[tuple[int, int], tuple[pd.DataFrame, Array]], kernel: str, learning: bool
 ) -> dict[tuple[int, int], dict[str, Lattice]]:
     """A grid of every measured number of KV heads of every group; a denser one if a learner of all beats the grids."""
-    from profiler.holdout import folds
-
     layouts: dict[int, tuple[tuple[int, int], int]] = {}
     each: list[Misses] = []
     for key, (rows, miss) in parts.items():

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from profiler.attention_family import fit_families, nearest_family
 from profiler.attention_fit import AttentionFit, batch_columns, fit_attention
 from profiler.device_fit import MANY_LAYOUTS
+from profiler.folds import folds
 from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
-from profiler.holdout import AIMS, KINDS, NAMES, USED_ROWS, curves_of, folds, used_gemms
+from profiler.holdout import AIMS, KINDS, NAMES, curves_of, used_gemms
 from profiler.lattice import stretched
+from profiler.noise import USED_ROWS
 from profiler.residuals import Boosting, Forest, GaussianProcess, Learner
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from profiler.gemm_law import (
     curve_us,
     fit_gemm_law,
     gemm_grid,
-    gemm_noise,
     without_noise,
 )
 from profiler.lattice import Lattice
+from profiler.learnt_gemms import learnt_gemms
+from profiler.noise import attention_floors, gemm_floor, summary
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class DeviceFit:
     gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
     the models that were measured themselves, as (model, tensor_parallel). terms: `EngineTerms` that differ from their
     defaults, after a calibration on a live run. errors: held-out errors by operator (see
-    `profiler.holdout`), worst: their worst cases by name. noise: relative spread of repeats by operator.
+    `profiler.holdout`), worst: their worst cases by name. noise: relative spread of repeats by operator, or where a
+    profile keeps none its floor (`profiler.noise`).
     """
 
     gpu: str
@@ -152,9 +154,8 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     law = fit_gemm_law(curves, hardware)
     noise = _noise(table)
     if law is not None:
-        scatter = gemm_noise(curves, law)
-        noise |= {} if scatter is None else {"gemm, counts of one tile, p90": scatter}
-        curves = without_noise(curves, law)
+        noise |= summary({"gemm": gemm_floor(law, curves), **attention_floors(rows, families)})
+        curves = learnt_gemms(law, without_noise(curves, law))
     return DeviceFit(
         gpu=hardware.name,
         dtype=str(dtypes[0]),

@@ -7,6 +7,7 @@ interpolated between measured row counts and matrix shapes (`gemm_curve`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,40 +68,47 @@ LEAST_WIDTH = 512
 
 
 SAME_TILE = (2, 15)
+"""Row counts of one tile, whichever is taken: they do the same work, and are repeats of each other."""
+LEAST_REPEATS = 3
 NOISY = 0.03
+
+BETWEEN = "gemm between"
+"""Operator of a curve that was not measured but filled in (`profiler.learnt_gemms`)."""
 
 
 def gemm_noise(curves: tuple[RowCurve, ...], law: GemmLaw) -> float | None:
     """P90 of |time / median - 1| among row counts that fill one tile (2 to 15); None where too few were measured."""
     spreads = []
     for curve in curves:
-        same = (curve.rows >= SAME_TILE[0]) & (curve.rows <= SAME_TILE[1])
-        if curve.k and min(curve.n, curve.k) >= LEAST_WIDTH and same.sum() >= 5:
-            miss = _misses(law, curve)[same]
+        same = _same_tile(curve)
+        if curve.k and min(curve.n, curve.k) >= LEAST_WIDTH and same.sum() >= LEAST_REPEATS:
+            miss = misses(law, curve)[same]
             spreads.append(np.abs(np.expm1(miss - np.median(miss))))
     return float(np.quantile(np.concatenate(spreads), 0.9)) if spreads else None
 
 
 def without_noise(curves: tuple[RowCurve, ...], law: GemmLaw) -> tuple[RowCurve, ...]:
-    """Curves whose corrections are running medians of five counts, where counts of one tile scatter more than NOISY.
+    """Curves whose counts of one tile are corrected as their median says, where these scatter more than NOISY.
 
-    The kernel tables of H100 and H200 have two modes 15 to 18 % apart, hit at random from one count to the next.
+    The kernel tables of H100, H200 and A100 have two modes 10 to 18 % apart, hit at random from one count to the next.
+    Larger counts stay as measured: each may have a kernel of its own.
     """
     noise = gemm_noise(curves, law)
     if noise is None or noise < NOISY:
         return curves
     calm = []
     for curve in curves:
-        if curve.k and len(curve.rows) >= 2 * WINDOW:
-            miss = np.pad(_misses(law, curve), WINDOW // 2, mode="edge")
-            smooth = np.median(np.lib.stride_tricks.sliding_window_view(miss, WINDOW), axis=1)
-            us = law.us(curve.rows, curve.n, curve.k) * np.exp(smooth)
+        same = _same_tile(curve)
+        if curve.k and same.sum() >= LEAST_REPEATS:
+            us = curve.us.copy()
+            us[same] = law.us(curve.rows[same], curve.n, curve.k) * np.exp(np.median(misses(law, curve)[same]))
             curve = RowCurve(curve.operator, curve.n, curve.k, curve.rows, us)
         calm.append(curve)
     return tuple(calm)
 
 
-WINDOW = 5
+def _same_tile(curve: RowCurve) -> NDArray[np.bool_]:
+    return np.asarray((curve.rows >= SAME_TILE[0]) & (curve.rows <= SAME_TILE[1]))
 
 
 def fit_gemm_law(curves: tuple[RowCurve, ...], hardware: Hardware) -> GemmLaw | None:
@@ -142,24 +150,31 @@ def curve_us(law: GemmLaw | None, curve: RowCurve, rows: ArrayLike) -> Array:
     wanted = np.maximum(np.asarray(rows, float), 1.0)
     if law is None:
         return curve.smooth_us(wanted)
-    miss = _misses(law, curve)
+    miss = misses(law, curve)
     between = np.interp(np.log(wanted), np.log(np.maximum(curve.rows, 1)), miss)
     above = np.minimum(np.searchsorted(curve.rows, wanted), len(miss) - 1)
     gap = curve.rows[above] - curve.rows[np.maximum(above - 1, 0)]
     return law.us(wanted, curve.n, curve.k) * np.exp(np.where(gap <= CLOSE_ROWS, miss[above], between))
 
 
+def is_grid(curves: Iterable[RowCurve]) -> bool:
+    """Whether measured GEMMs make a grid of widths and depths, or are a few scattered ones."""
+    shapes = {(curve.n, curve.k) for curve in curves if curve.k and curve.operator != BETWEEN}
+    full = len({n for n, _ in shapes}) * len({k for _, k in shapes})
+    return len(shapes) > 20 and len(shapes) >= 0.5 * full
+
+
 def gemm_grid(law: GemmLaw | None, curves: tuple[RowCurve, ...]) -> Lattice | None:
     """Corrections over (rows, n, k) where the measured shapes make a grid; None where they are a few scattered ones."""
-    known = tuple(curve for curve in curves if curve.k)
-    shapes = {(curve.n, curve.k) for curve in known}
-    full = len({n for n, _ in shapes}) * len({k for _, k in shapes})
-    if law is None or len(shapes) <= 20 or len(shapes) < 0.5 * full:
+    if law is None or not is_grid(curves):
         return None
-    columns = [(curve.rows, np.full(len(curve.rows), curve.n), np.full(len(curve.rows), curve.k), _misses(law, curve))
+    known = tuple(curve for curve in curves if curve.k)
+    columns = [(curve.rows, np.full(len(curve.rows), curve.n), np.full(len(curve.rows), curve.k), misses(law, curve))
                for curve in known]  # fmt: skip
     m, n, k, miss = (np.concatenate(column).astype(float) for column in zip(*columns, strict=True))
-    return Lattice.from_points([m, n, k], miss, fill_order=(1, 2, 0))
+    # Curves that were filled in lack depths and rows that others have; along depths least changes.
+    filled_in = any(curve.operator == BETWEEN for curve in known)
+    return Lattice.from_points([m, n, k], miss, fill_order=(2, 0, 1) if filled_in else (1, 2, 0))
 
 
 def composed_curve(
@@ -178,7 +193,8 @@ def composed_curve(
     return RowCurve(name, n, k, rows, law.us(rows, n, k) * np.exp(miss))
 
 
-def _misses(law: GemmLaw, curve: RowCurve) -> Array:
+def misses(law: GemmLaw, curve: RowCurve) -> Array:
+    """log(measured / law) at the curve's row counts."""
     return np.log(curve.us / law.us(curve.rows, curve.n, curve.k))
 
 
@@ -187,6 +203,6 @@ def _nearest(law: GemmLaw, known: tuple[RowCurve, ...], rows: Array, n: int, k: 
     for curve in known:
         distance = np.hypot(np.log2(curve.n / n), np.log2(curve.k / k))
         weight = 1.0 / (distance**2 + 0.01)
-        total += weight * np.interp(np.log(np.maximum(rows, 1)), np.log(np.maximum(curve.rows, 1)), _misses(law, curve))
+        total += weight * np.interp(np.log(np.maximum(rows, 1)), np.log(np.maximum(curve.rows, 1)), misses(law, curve))
         mass += weight
     return total / mass

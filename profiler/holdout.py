@@ -7,7 +7,7 @@ Random rows would flatter a fit, since each then has a twin that differs in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,10 @@ from policies.batch import BatchShape
 from profiler.attention_family import fit_families, nearest_family
 from profiler.attention_fit import batch_columns, fit_attention
 from profiler.device_fit import MANY_LAYOUTS
+from profiler.folds import folds
 from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
+from profiler.learnt_gemms import ROWS, WIDTHS, learnt_gemms
+from profiler.noise import USED_GROUPS, USED_HEAD, USED_ROWS, USED_WIDTHS
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -30,9 +33,6 @@ Array = NDArray[np.float64]
 
 AIMS = {"median": 0.02, "p95": 0.08}
 """Errors aimed at on structures left out."""
-USED_WIDTHS = (1024, 16384)
-USED_ROWS = 8192
-"""GEMMs of language models' layers; errors count these only."""
 
 
 def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -> dict[str, pd.DataFrame]:
@@ -110,26 +110,6 @@ def _named(row: pd.Series) -> str:
     return ", ".join(parts)
 
 
-RUN = 8
-"""Values one apart are left out together, so that none is predicted from a twin: pairs such as 128 and 129, and whole
-eighths of a longer run."""
-
-
-def folds(values: Array, least: float = -np.inf, most: float = np.inf) -> Iterator[Array]:
-    """Two sets of every second value (or run of values one apart) between the outermost ones."""
-    distinct = np.unique(values)
-    if not len(distinct):
-        return
-    starts = np.concatenate([[True], (np.diff(distinct) > 1) | (distinct[1:] <= 16)])
-    within = np.arange(len(distinct)) - np.maximum.accumulate(np.where(starts, np.arange(len(distinct)), 0))
-    groups = np.cumsum(starts | (within % RUN == 0)) - 1
-    inner = (groups > 0) & (groups < groups[-1]) & (distinct >= least) & (distinct <= most)
-    for parity in (0, 1):
-        chosen = distinct[inner & (groups % 2 == parity)]
-        if len(chosen):
-            yield chosen
-
-
 # --- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +138,7 @@ def _left_out_rows(table: pd.DataFrame, hardware: Hardware) -> pd.DataFrame:
         law = fit_gemm_law(curves, hardware)
         if law is None:
             continue
-        by_shape = {(curve.n, curve.k): curve for curve in without_noise(curves, law)}
+        by_shape = {(curve.n, curve.k): curve for curve in learnt_gemms(law, without_noise(curves, law), (ROWS,))}
         for (n, k), rows in table[out & used_gemms(table)].groupby(["n", "k"]):
             parts.append(_scored(rows, curve_us(law, by_shape[int(n), int(k)], rows["rows"]), fold))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
@@ -174,7 +154,7 @@ def _left_out_shapes(table: pd.DataFrame, hardware: Hardware, axis: str) -> pd.D
         law = fit_gemm_law(curves, hardware)
         if law is None:
             continue
-        calm = without_noise(curves, law)
+        calm = learnt_gemms(law, without_noise(curves, law), (WIDTHS,) if axis == "n" else ())
         grid = gemm_grid(law, calm)
         for (n, k), rows in table[out & used_gemms(table)].groupby(["n", "k"]):
             composed = composed_curve(law, calm, grid, "gemm", int(n), int(k))
@@ -246,9 +226,9 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
     """A kernel table: layouts of a model's size, one prompt or one batch of decodes at a time."""
     import pandas as pd
 
-    table = table[table["head_dim"] == 128].reset_index(drop=True)
+    table = table[table["head_dim"] == USED_HEAD].reset_index(drop=True)
     batches = batch_columns(table)
-    usual = (table["heads"] / table["kv_heads"]).isin((1, 4, 8)).to_numpy()
+    usual = (table["heads"] / table["kv_heads"]).isin(USED_GROUPS).to_numpy()
     decoding, single = (batches["tokens"] == 0).to_numpy(), (batches["chunks"] == 1).to_numpy()
     kernel = "fa3" if table["backend"].str.contains("fa3").any() else "fa2"
     found = {}
@@ -262,7 +242,7 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
                 left = batches[axis].isin(chosen).to_numpy()
                 families = fit_families(table[mine & ~left], hardware.sms, kernel, beside=whole)
                 for (heads, kv_heads), rows in table[left & scored].groupby(["heads", "kv_heads"]):
-                    family = nearest_family(families, int(heads), int(kv_heads), 128)
+                    family = nearest_family(families, int(heads), int(kv_heads), USED_HEAD)
                     fit = family.for_layout(int(heads), int(kv_heads))
                     b = batches.loc[rows.index]
                     if kind == "decode":

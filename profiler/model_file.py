@@ -30,7 +30,7 @@ from profiler.attention_law import BatchLaw
 from profiler.decode_law import DecodeLaw
 from profiler.device_fit import Collective, DeviceFit
 from profiler.errors import ProfileError
-from profiler.gemm_law import TILES, GemmLaw
+from profiler.gemm_law import BETWEEN, TILES, GemmLaw
 from profiler.lattice import Lattice
 from profiler.model_entry import Entry
 from profiler.prefill_law import PrefillLaw
@@ -221,7 +221,7 @@ def _curve(entry: Entry, arrays: Array) -> RowCurve:
         entry.fail("us", "a time out of bounds", "microseconds above 0")
     operator = entry.text("operator")
     # A linear layer has a width in and out, other operators one, and what goes between devices is counted in bytes.
-    into, out = int(operator in (*LAYER_GEMMS, "gemm", "head")), int(operator not in ("all_reduce", "send"))
+    into, out = int(operator in (*LAYER_GEMMS, "gemm", BETWEEN, "head")), int(operator not in ("all_reduce", "send"))
     return RowCurve(operator, entry.count("n", out), entry.count("k", into), rows, us)
 
 

@@ -103,18 +103,27 @@ def text(facts: Mapping[str, Any]) -> str:
     lines.append("measured region")
     lines += [f"  {name}: {_plain(value)}" for name, value in facts["region"].items()]
     lines.append("errors on structures left out, refitted without them")
-    lines.append(f"  {'':24}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 % interval covers")
+    lines.append(f"  {'':24}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 % interval covers; noise floor")
     for name, error in facts["held_out"].items():
         beyond = " *" if error["median"] > AIMS["median"] or error["p95"] > AIMS["p95"] else ""
         cells = "".join(f"{error[key]:8.1%}" for key in ("median", "p90", "p95", "bias"))
-        lines.append(f"  {name:24}{cells}{error['count']:8.0f}  {error['coverage']:6.1%}{beyond}")
+        covers = f"{error['coverage']:6.1%}{beyond:2}"
+        lines.append(f"  {name:24}{cells}{error['count']:8.0f}  {covers}{_floor(facts['noise'], name)}")
     lines.append(f"  * beyond the aims: median {AIMS['median']:.0%}, P95 {AIMS['p95']:.0%}")
-    if facts["noise"]:
-        lines.append("noise floor: " + ", ".join(f"{name} {value:.1%}" for name, value in facts["noise"].items()))
+    repeats = {name: value for name, value in facts["noise"].items() if not name.endswith((" median", " p95"))}
+    if repeats:
+        lines.append("spread of repeats: " + ", ".join(f"{name} {value:.1%}" for name, value in repeats.items()))
     if facts["worst"]:
         lines.append("worst cases")
         lines += [f"  {line}" for line in facts["worst"]]
     return "\n".join(lines)
+
+
+def _floor(noise: Mapping[str, float], structure: str) -> str:
+    """Median and P95 that measurements which ought to agree differ by (`profiler.noise`), where that is known."""
+    kind = structure.split(" ")[0]
+    known = [noise.get(f"{kind} {statistic}") for statistic in ("median", "p95")]
+    return "" if None in known else f"  {known[0]:.1%} / {known[1]:.1%}"
 
 
 def _plain(value: Any) -> str:

@@ -44,6 +44,21 @@ class Boosting:
         return np.asarray(self._trees.predict(points))
 
 
+class Trees:
+    """Extremely randomised trees (scikit-learn): a mean of near-repeats, where boosting follows each of them."""
+
+    def fit(self, points: Array, misses: Array) -> Trees:
+        from sklearn.ensemble import ExtraTreesRegressor
+
+        kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
+        self._trees = ExtraTreesRegressor(n_estimators=20, min_samples_leaf=3, random_state=0)
+        self._trees.fit(points[kept], misses[kept])
+        return self
+
+    def __call__(self, points: Array) -> Array:
+        return np.asarray(self._trees.predict(points))
+
+
 class Forest:
     """A random forest, as Vidur (MLSys 2024, section 4.3) trains on an operator's times without a law."""
 

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 from profiler.__main__ import build
 from profiler.attention_law import BatchLaw, batch_us, chunk_share_us, context_steps
 from profiler.decode_law import DecodeLaw
+from profiler.folds import folds
 from profiler.gemm_law import GemmLaw, curve_us, fit_gemm_law
 from profiler.hardware import load_hardware
-from profiler.holdout import folds, held_out, summary
+from profiler.holdout import held_out, summary
 from profiler.importers import import_profile
 from profiler.intervals import factors, half_widths
 from profiler.lattice import Lattice

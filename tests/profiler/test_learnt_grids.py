@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from profiler.holdout import folds
+from profiler.folds import folds
 from profiler.learnt_grids import TABLE, Misses, chosen, densified, learnt, with_midpoints
 
 POWERS = 2.0 ** np.arange(10)
