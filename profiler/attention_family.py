@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.attention_fit import AttentionFit, batch_columns
+from profiler.attention_fit import KV_BYTES, AttentionFit, batch_columns
 from profiler.attention_law import (
     CONTEXT_STEP,
     QUERY_ROWS,
@@ -31,6 +31,8 @@ from profiler.prefill_law import PrefillLaw, fit_prefill_law
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from profiler.hardware import Hardware
 
 Array = NDArray[np.float64]
 
@@ -116,7 +118,12 @@ DECODE, PREFILL = "decode", "prefill"
 
 
 def fit_families(
-    table: pd.DataFrame, sms: int, kernel: str, *, beside: tuple[AttentionFamily, ...] = (), learning: bool = True
+    table: pd.DataFrame,
+    hardware: Hardware,
+    kernel: str,
+    *,
+    beside: tuple[AttentionFamily, ...] = (),
+    learning: bool = True,
 ) -> tuple[AttentionFamily, ...]:
     """Families of a kernel table: one a head size and group (query heads a KV head) that it has decodes and prompts of.
 
@@ -128,6 +135,7 @@ def fit_families(
     batches["head_dim"] = table["head_dim"].to_numpy(int)
     batches["group"] = batches["heads"] / batches["kv_heads"]
     known = {(family.head_dim, family.group): family for family in beside}
+    sms = hardware.sms
     query_rows = FA3_ROWS if kernel == "fa3" else QUERY_ROWS
     like: dict[tuple[int, str], DecodeLaw] = {}
     families: dict[tuple[int, int], AttentionFamily] = {}
@@ -140,7 +148,8 @@ def fit_families(
         family = known.get(key) or AttentionFamily(*key, sms, kernel, BatchLaw(), DecodeLaw())
         if len(decodes):
             walked = "fa2 whole" if kernel == "fa2" and group == 1 else kernel
-            law, misses, region, miss = _fit_decode(decodes, sms, walked, like.get((key[0], walked)))
+            cache = hardware.cache_bytes and hardware.cache_bytes / (1000.0 * KV_BYTES * key[0])
+            law, misses, region, miss = _fit_decode(decodes, sms, walked, like.get((key[0], walked)), cache)
             like.setdefault((key[0], walked), law)
             family = _with(family, DECODE, misses, region, decode_law=law)
             kept[DECODE][key] = decodes, miss
@@ -255,13 +264,13 @@ def _fit_prefill(
 
 
 def _fit_decode(
-    rows: pd.DataFrame, sms: int, kernel: str, like: DecodeLaw | None
+    rows: pd.DataFrame, sms: int, kernel: str, like: DecodeLaw | None, cache: float | None
 ) -> tuple[DecodeLaw, dict[str, Lattice], dict[str, int], Array]:
     decodes, kv_heads, context, us = (rows[key].to_numpy(float) for key in ("decodes", "kv_heads", "context", "us"))
     streams = decodes * kv_heads
     many = (decodes > 1) | (kernel != "fa2")
     law = fit_decode_law(
-        decodes[many], context[many], us[many], sms=sms, heads=kv_heads[many], kernel=kernel, like=like
+        decodes[many], context[many], us[many], sms=sms, heads=kv_heads[many], kernel=kernel, like=like, cache=cache
     )
     miss = np.log(us / law.us(decodes, context, heads=kv_heads))
     misses = {"decode": Lattice.from_points([streams[many], context[many]], miss[many])}

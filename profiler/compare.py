@@ -257,7 +257,7 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> Iterator[Structure]:
             import pandas as pd
 
             rows = pd.concat([own[known], table[~alike]])
-            families = fit_families(rows, hardware.sms, kernel, learning=False)
+            families = fit_families(rows, hardware, kernel, learning=False)
             law_us, table_us = np.ones(len(own)), np.ones(len(own))
             for (h, kv), at in places.items():
                 fit = nearest_family(families, int(h), int(kv), 128).for_layout(int(h), int(kv))

@@ -24,6 +24,9 @@ SPLIT_BELOW = 0.8
 MOST_SPLITS = 128
 GOOD_SPLIT = 0.85
 """The first number of splits that fills waves this well, compared with the best, is taken."""
+MOST_DYNAMIC = 992
+"""Decodes up to which FlashAttention 3 plans its splits on the device, for 31 sequences a warp in 32 warps; from there
+on it plans them on the host."""
 MISSES_FROM, MISSES_ALL = 0.7, 1.3
 """Of the cache's size: where reads begin to miss, and where all do."""
 
@@ -35,7 +38,8 @@ class DecodeLaw:
     launch: of the kernel; `lone`: with one KV head (0: the same). combine: of a second one, after splitting. wave,
     step: of a wave of blocks, and of 128 tokens of each. stream: of 1000 tokens of one stream from memory; `warm` times
     that while a cache of `cache` thousands holds them (0: no cache to be seen). start: of 1000 streams, however short.
-    alone: of 1000 tokens of one sequence, which nothing shares. join: >= 1, how sharply blocks and memory meet.
+    alone: of 1000 tokens of one sequence, which nothing shares. seek, seek_many: finding 1000 decodes' blocks, up to
+    MOST_DYNAMIC of them and beyond. join: >= 1, how sharply blocks and memory meet.
     streams: KV heads of a decode. slots: blocks that run at once.
     splits: processors by which FlashAttention 2's rule splits streams; 0: it does not. even: streams are shared out
     evenly instead of a block each.
@@ -51,6 +55,8 @@ class DecodeLaw:
     cache: float = 0.0
     start: float = 0.0
     alone: float = 0.0
+    seek: float = 0.0
+    seek_many: float = 0.0
     join: float = 2.0
     streams: float = 1.0
     slots: int = 128
@@ -80,7 +86,9 @@ class DecodeLaw:
         self, context: Array, streams: Array, steps: Array, parts: Array, each: Array, heads: Array | float
     ) -> Array:
         """`us` once it is known how many steps and `parts` a stream has, and how many steps `each` part."""
-        launch = np.where(heads == 1, self.lone or self.launch, self.launch) + np.where(parts > 1, self.combine, 0.0)
+        # Streams that are shared out evenly are split too, while they are few and longer than a step.
+        split = (steps > 1) & (streams < SPLIT_BELOW * self.slots) if self.even else parts > 1
+        launch = np.where(heads == 1, self.lone or self.launch, self.launch) + np.where(split, self.combine, 0.0)
         if self.even:
             blocks = np.ceil(streams / self.slots) * self.wave + streams / self.slots * self.step * steps
         else:
@@ -93,7 +101,9 @@ class DecodeLaw:
         memory = rate * thousands + self.start * streams / 1000.0
         most = np.maximum(np.maximum(blocks, memory), 1e-30)
         met = most * ((blocks / most) ** self.join + (memory / most) ** self.join) ** (1.0 / self.join)
-        return np.asarray(launch + met + self.alone * context / 1000.0)
+        decodes = streams / heads
+        seek = np.where(decodes <= MOST_DYNAMIC, self.seek, self.seek_many) * decodes / 1000.0
+        return np.asarray(launch + met + seek + self.alone * context / 1000.0)
 
     def resized(self, streams: float, size: float = 1.0) -> DecodeLaw:
         """For another number of KV heads, and heads of `size` times as many elements."""
@@ -125,7 +135,7 @@ def split_by(streams: ArrayLike, steps: ArrayLike, sms: int) -> Array:
 
 
 _PRIOR = {"launch": 10.0, "wave": 2.0, "step": 2.5, "stream": 0.3, "start": 1.5}
-_ALSO = {"fa2": ("combine",), "fa2 whole": (), "fa3": ("alone",)}
+_ALSO = {"fa2": ("combine",), "fa2 whole": (), "fa3": ("combine", "alone", "seek", "seek_many")}
 _FIRST = 0.3
 """Where coefficients that a kernel may lack start."""
 CACHES = (0.0, 35.0, 70.0, 140.0)
@@ -144,12 +154,14 @@ def fit_decode_law(
     heads: ArrayLike,
     kernel: str,
     like: DecodeLaw | None = None,
+    cache: float | None = None,
 ) -> DecodeLaw:
     """Coefficients that minimise the log error over rows, a prior deciding what they leave open. FlashAttention 2 has
     another kernel for one decode, which is for the caller to leave out.
 
     heads: KV heads of each row. kernel: "fa2", "fa2 whole" (never split) or "fa3". like: the law of another layout with
-    this kernel, to start from; otherwise the best on a sample are taken.
+    this kernel, to start from; otherwise the best on a sample are taken. cache: thousands of tokens of one stream that the
+    device's cache holds, if it is known; otherwise it is fitted.
     """
     decodes, context, us, heads = np.broadcast_arrays(
         *(np.asarray(one, float) for one in (decodes, context, us, heads))
@@ -159,7 +171,8 @@ def fit_decode_law(
 
     def fitted(law: DecodeLaw, some: NDArray[np.int64]) -> tuple[float, DecodeLaw]:
         names = ["launch", "wave", "step", "stream", "start", "join", *_ALSO[kernel]]
-        names += ["warm", "cache"] if law.cache else []
+        names += ["warm"] if law.cache else []
+        names += ["cache"] if law.cache and cache is None else []
         names += ["lone"] if both else []
         parts = split_by(streams[some], steps[some], law.splits)
         columns = [column[some] for column in (context, streams, steps)]
@@ -168,7 +181,7 @@ def fit_decode_law(
     if like is None:
         sample = np.random.default_rng(0).permutation(len(us))[:SAMPLE]
         plain = DecodeLaw(**_PRIOR, slots=sms, splits=sms if kernel == "fa2" else 0, even=kernel == "fa3")
-        caches = CACHES if kernel == "fa3" else (0.0,)
+        caches = (0.0,) if kernel != "fa3" else CACHES if cache is None else (0.0, cache)
         starts = [
             replace(plain, join=join, cache=cache, warm=0.5 if cache else 1.0)
             for join, cache in product((1.3, 2.5), caches)

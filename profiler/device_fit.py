@@ -139,7 +139,7 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     families: tuple[AttentionFamily, ...] = ()
     if len(layouts) > MANY_LAYOUTS:
         kernel = "fa3" if rows["backend"].str.contains("fa3").any() else "fa2"
-        families = fit_families(rows, hardware.sms, kernel)
+        families = fit_families(rows, hardware, kernel)
     else:
         attention = tuple(tabled(fit_attention(group, hardware.sms)) for _, group in layouts)
     collectives = tuple(

@@ -31,6 +31,7 @@ class Hardware:
     memory_bandwidth: bytes per second. sms: processors that blocks of a kernel are dealt to in waves.
     link, link_bandwidth: connection between the GPUs of one node, bytes per second in one direction.
     network_bandwidth: the same between nodes, per GPU; None where no usual node has one.
+    cache_bytes: of the second-level cache that all processors share; None where it is not known.
     host_bandwidth: the same to the host's memory, per GPU; None where it is not known.
     remembered: fields known without a source at hand. source: where the others were read.
     """
@@ -46,6 +47,7 @@ class Hardware:
     network_bandwidth: float | None = None
     host_bandwidth: float | None = None
     power_w: float | None = None
+    cache_bytes: int | None = None
     remembered: tuple[str, ...] = ()
     source: str = ""
 
@@ -55,7 +57,7 @@ class Hardware:
             raise ProfileError(f"gpu {self.name}: peak_flops: found {found!r}, expected a table of dtype = FLOPs per s")
         rates = {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         rates |= {key: getattr(self, key) for key in ("memory_bytes", "memory_bandwidth", "sms", "link_bandwidth")}
-        for key in ("network_bandwidth", "host_bandwidth"):
+        for key in ("network_bandwidth", "host_bandwidth", "cache_bytes"):
             if getattr(self, key) is not None:
                 rates[key] = getattr(self, key)
         for key, value in rates.items():

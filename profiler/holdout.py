@@ -232,7 +232,7 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
     decoding, single = (batches["tokens"] == 0).to_numpy(), (batches["chunks"] == 1).to_numpy()
     kernel = "fa3" if table["backend"].str.contains("fa3").any() else "fa2"
     found = {}
-    whole = fit_families(table[usual], hardware.sms, kernel, learning=False)
+    whole = fit_families(table[usual], hardware, kernel, learning=False)
     for kind, axes in (("decode", ("decodes", "context")), ("prefill", ("tokens",))):
         mine = usual & (decoding if kind == "decode" else ~decoding)
         scored = mine if kind == "decode" else mine & single
@@ -240,7 +240,7 @@ def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame
             parts = []
             for fold, chosen in enumerate(folds(batches[axis].to_numpy()[scored])):
                 left = batches[axis].isin(chosen).to_numpy()
-                families = fit_families(table[mine & ~left], hardware.sms, kernel, beside=whole)
+                families = fit_families(table[mine & ~left], hardware, kernel, beside=whole)
                 for (heads, kv_heads), rows in table[left & scored].groupby(["heads", "kv_heads"]):
                     family = nearest_family(families, int(heads), int(kv_heads), USED_HEAD)
                     fit = family.for_layout(int(heads), int(kv_heads))

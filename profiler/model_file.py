@@ -47,6 +47,9 @@ MAX_ARRAY_BYTES = 64 << 20
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
+_ADDED = ("seek", "seek_many")
+"""Coefficients that files written before they were known lack, and that are then zero."""
+
 _AXES = {"decode": 2, "single": 1, "prefill": 2, "mixed": 4}
 _REGION = ("tokens", "prefix", "decodes", "context")
 
@@ -307,7 +310,11 @@ def _decode_law(entry: Entry) -> DecodeLaw:
 
 def _coefficients(values: Entry, names: Mapping[str, Any]) -> dict[str, Any]:
     floats = [name for name, value in names.items() if isinstance(value, float)]
-    return {name: values.number(name, 1.0 if name == "join" else 0.0, 1e9) for name in floats}
+    return {
+        name: values.number(name, 1.0 if name == "join" else 0.0, 1e9)
+        for name in floats
+        if name in values.values or name not in _ADDED
+    }
 
 
 def _prefill_law(entry: Entry) -> PrefillLaw | None:
