@@ -256,7 +256,7 @@ def _fit_prefill(
     waves = None
     if law.waves:
         dealt = (query_heads, columns[2], columns[3], columns[2] * columns[4] * columns[1])
-        waves = fit_prefill_law(*dealt, us, sms)
+        waves = fit_prefill_law(*dealt, us, sms, many_layouts=True)
         miss = miss if waves is None else np.log(us / waves.us(*dealt))
     axes = [2.0 ** np.arange(0, np.ceil(np.log2(query_heads.max())) + 0.5, 0.5), np.unique(columns[2])]
     grid = Lattice.from_scatter(axes, [query_heads, columns[2]], miss)
