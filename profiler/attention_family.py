@@ -206,8 +206,10 @@ def _layouts(
     found: dict[tuple[int, int], dict[str, Lattice]] = {}
     for number, (key, kv_heads) in layouts.items():
         rows_of = each[number]
-        grid = Lattice.from_points(list(rows_of.coordinates.T), rows_of.miss) if predict is None else densified(
-            rows_of, predict, _hints(kind, key, kv_heads)
+        grid = (
+            Lattice.from_points(list(rows_of.coordinates.T), rows_of.miss)
+            if predict is None
+            else densified(rows_of, predict, _hints(kind, key, kv_heads))
         )
         if kind == PREFILL:
             grid = Lattice([[float(key[1] * kv_heads)], *grid.axes], grid.values[None])

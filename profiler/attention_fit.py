@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,12 +19,13 @@ from profiler.attention_law import (
     chunk_share_us,
     fit_batch_law,
 )
-from profiler.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
+from profiler.decode_law import DecodeLaw, fit_decode_law
 from profiler.errors import ProfileError
 from profiler.lattice import Lattice
 from profiler.mixed_law import MixedLaw, fit_mixed_law
 from profiler.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
+from profiler.uneven_contexts import fit_uneven
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -210,9 +210,8 @@ def transferred(
             write=batch.write * streams * size,
         ),
         decode_law=decode.resized(decode.streams * streams, size),
-        prefill_law=fit.prefill_law and replace(
-            fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size
-        ),
+        prefill_law=fit.prefill_law
+        and replace(fit.prefill_law, step=fit.prefill_law.step * size, write=fit.prefill_law.write * streams * size),
         misses=misses,
         own=False,
         token_us=kv_heads * head_dim * KV_BYTES / (bytes_per_us * STREAMED) if bytes_per_us else 0.0,
@@ -261,7 +260,7 @@ def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
     )
     fit = _fit_decode(fit, even[even["tokens"] == 0])
     fit = _fit_batches(fit, even[even["tokens"] > 0])
-    return _fit_uneven(fit, batches[~flat & (batches["chunks"] >= 0)], batches[batches["twin"]])
+    return fit_uneven(fit, batches[~flat & (batches["chunks"] >= 0)], batches[batches["twin"]])
 
 
 def _region(batches: pd.DataFrame) -> dict[str, int]:
@@ -355,51 +354,6 @@ def _within(more: tuple[int, ...], knots: Array) -> Array:
 
 
 CLOSE = 0.15
-
-
-_TWINS_BY = ["tokens", "prefix", "decodes", "context"]
-
-
-def _fit_uneven(fit: AttentionFit, rows: pd.DataFrame, twins: pd.DataFrame) -> AttentionFit:
-    """How much longer than their even twins uneven batches take; a twin that was not measured is the fit's own
-    prediction of it."""
-    measured = twins.groupby(_TWINS_BY)["us"].median().rename("even")
-    rows = rows.join(measured, on=_TWINS_BY)
-    alone = rows[rows["tokens"] == 0]
-    slopes: list[tuple[float, float]] = []
-    for decodes, group in alone.groupby("decodes"):
-        predicted = fit.decode_us(group["decodes"], group["context"])
-        even = np.where(group["even"].isna(), predicted, group["even"])
-        excess = group["us"].to_numpy(float) - even
-        beyond = (group["longest"] - group["context"]).to_numpy(float)
-        weight = 1.0 / group["us"].to_numpy(float)
-        slopes.append((float(decodes), max(0.0, _slope(beyond * weight, excess * weight))))
-    mixed = rows[rows["tokens"] > 0]
-    slope = 0.0
-    if len(mixed):
-        us = mixed["us"].to_numpy(float)
-        predicted = fit.batch_us(mixed["tokens"], mixed["prefix"], mixed["decodes"], mixed["context"])
-        even = np.where(mixed["even"].isna(), predicted, mixed["even"])
-        end = mixed["tokens"] + mixed["prefix"]
-        beyond = (np.maximum(mixed["longest"], end) - np.maximum(mixed["context"], end)).to_numpy(float)
-        use = (beyond > 0) & (np.abs(us - even) < 0.7 * us)
-        slope = max(0.0, _slope((beyond / us)[use], ((us - even) / us)[use]))
-    return replace(fit, uneven_decode=_with_split(slopes, fit), uneven_token_us=slope)
-
-
-def _slope(x: Array, y: Array) -> float:
-    """Least squares through the origin."""
-    return float((x * y).sum() / max(float((x * x).sum()), 1e-30))
-
-
-def _with_split(slopes: list[tuple[float, float]], fit: AttentionFit) -> tuple[tuple[float, float], ...]:
-    """Two more knots where the kernel stops splitting, if that lies between a small and a large measured slope."""
-    last_split = np.ceil(SPLIT_BELOW * 2 * fit.sms / fit.kv_heads) - 1
-    for (below, low), (above, high) in pairwise(slopes):
-        if below < last_split < above - 1 and high > 2 * low:
-            slopes = sorted([*slopes, (last_split, low), (last_split + 1, high)])
-            break
-    return tuple((n, round(us, 9)) for n, us in slopes)
 
 
 GEOMETRIC = 8

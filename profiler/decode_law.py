@@ -160,8 +160,8 @@ def fit_decode_law(
     another kernel for one decode, which is for the caller to leave out.
 
     heads: KV heads of each row. kernel: "fa2", "fa2 whole" (never split) or "fa3". like: the law of another layout with
-    this kernel, to start from; otherwise the best on a sample are taken. cache: thousands of tokens of one stream that the
-    device's cache holds, if it is known; otherwise it is fitted.
+    this kernel, to start from; otherwise the best on a sample are taken. cache: thousands of tokens of one stream that
+    the device's cache holds, if it is known; otherwise it is fitted.
     """
     decodes, context, us, heads = np.broadcast_arrays(
         *(np.asarray(one, float) for one in (decodes, context, us, heads))

@@ -1,10 +1,10 @@
-"""GEMMs of widths and row counts between the measured ones, where a learner that has seen all shapes says what is missed.
+"""GEMMs of widths and row counts between the measured ones, as a learner tells them that has seen all shapes.
 
-Which kernel a library picks follows from how the output tiles of each candidate would fill the processors. It jumps from
-one width or row count to the next, so a line between two measured ones says little; but it repeats wherever other rows
-and widths make as many tiles. A learner is shown these fills. It is asked where tiles begin, and only along an axis on
-which it was right about values left out of the curves themselves (`chosen`); what was measured stays as it is, and the
-depth of a GEMM, along which kernels do not change, is interpolated.
+Which kernel a library picks follows from how the output tiles of each candidate would fill the processors. It jumps
+from one width or row count to the next, so a line between two measured ones says little; but it repeats wherever other
+rows and widths make as many tiles. A learner is shown these fills. It is asked where tiles begin, and only along an
+axis on which it was right about values left out of the curves themselves (`chosen`). What was measured stays as it is,
+and depths, along which kernels do not change, are interpolated.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _EDGES = ((16, 128), (32, 256), (64, 512), (128, 2048), (256, MOST_ROWS))
 _WIDTHS = ((256, 4096), (512, MOST_WIDTH))
 
 
-def learnt_gemms(law: GemmLaw, curves: tuple[RowCurve, ...], axes: tuple[int, ...] = (ROWS, WIDTHS)) -> tuple[RowCurve, ...]:
+def learnt_gemms(
+    law: GemmLaw, curves: tuple[RowCurve, ...], axes: tuple[int, ...] = (ROWS, WIDTHS)
+) -> tuple[RowCurve, ...]:
     """The curves with more row counts, and curves of widths between theirs (operator BETWEEN), if learners know better
     than interpolation. Shapes that make no grid come back as they are."""
     known = [curve for curve in curves if curve.k]
@@ -55,15 +57,16 @@ def learnt_gemms(law: GemmLaw, curves: tuple[RowCurve, ...], axes: tuple[int, ..
     fitted = {method: learnt(law, places, miss, method) for method in set(found.values()) if method != TABLE}
     if not fitted:
         return curves
-    wanted = _steps(_EDGES, one_more=True)
-    denser = {id(curve): _with_rows(law, curve, wanted, fitted[found[ROWS]]) for curve in inside} if found[ROWS] != TABLE else {}
-    result = [denser.get(id(curve), curve) for curve in curves]
+    if found[ROWS] != TABLE:
+        edges = _steps(_EDGES, one_more=True)
+        denser = {(curve.n, curve.k): _with_rows(law, curve, edges, fitted[found[ROWS]]) for curve in inside}
+        curves = tuple(denser.get((curve.n, curve.k), curve) for curve in curves)
     if found[WIDTHS] != TABLE:
         # Depths change slowly: every second one of the learner's is interpolated as well as told.
-        depths = np.unique(places[:, 2])
-        rows = np.unique(np.concatenate([denser.get(id(curve), curve).rows for curve in inside]))
-        result += _between(law, np.unique(places[:, 1]), depths[::2], rows[rows <= MOST_ROWS], fitted[found[WIDTHS]])
-    return tuple(result)
+        widths, depths = np.unique(places[:, 1]), np.unique(places[:, 2])[::2]
+        rows = np.unique(np.concatenate([curve.rows for curve in curves if curve.k]))
+        curves += _between(law, widths, depths, rows[rows <= MOST_ROWS], fitted[found[WIDTHS]])
+    return curves
 
 
 def gemm_points(law: GemmLaw, places: Array) -> Array:
@@ -110,7 +113,9 @@ def _wide(size: int) -> bool:
 
 
 def _seen(law: GemmLaw, curves: list[RowCurve]) -> tuple[Array, Array]:
-    columns = [np.column_stack(np.broadcast_arrays(curve.rows, curve.n, curve.k, misses(law, curve))) for curve in curves]
+    columns = [
+        np.column_stack(np.broadcast_arrays(curve.rows, curve.n, curve.k, misses(law, curve))) for curve in curves
+    ]
     every = np.concatenate(columns)
     every = every[(every[:, 0] >= 1) & (every[:, 0] <= MOST_ROWS)]
     return every[:, :3], every[:, 3]
@@ -132,16 +137,22 @@ def _with_rows(law: GemmLaw, curve: RowCurve, wanted: Array, predict: Predict) -
     us = _told(law, curve.n, curve.k, more, predict)
     order = np.argsort(np.concatenate([curve.rows, more]))
     return RowCurve(
-        curve.operator, curve.n, curve.k, np.concatenate([curve.rows, more])[order], np.concatenate([curve.us, us])[order]
+        curve.operator,
+        curve.n,
+        curve.k,
+        np.concatenate([curve.rows, more])[order],
+        np.concatenate([curve.us, us])[order],
     )
 
 
-def _between(law: GemmLaw, widths: Array, depths: Array, rows: Array, predict: Predict) -> list[RowCurve]:
+def _between(law: GemmLaw, widths: Array, depths: Array, rows: Array, predict: Predict) -> tuple[RowCurve, ...]:
     wanted = _steps(_WIDTHS)
     wanted = wanted[(wanted > widths[0]) & (wanted < widths[-1]) & ~np.isin(wanted, widths)]
-    return [
-        RowCurve(BETWEEN, int(n), int(k), rows, _told(law, int(n), int(k), rows, predict)) for n in wanted for k in depths
-    ]
+    return tuple(
+        RowCurve(BETWEEN, int(n), int(k), rows, _told(law, int(n), int(k), rows, predict))
+        for n in wanted
+        for k in depths
+    )
 
 
 def _told(law: GemmLaw, n: int, k: int, rows: ArrayLike, predict: Predict) -> Array:

@@ -323,7 +323,8 @@ def _prefill_law(entry: Entry) -> PrefillLaw | None:
     law = Entry(entry.path, f"{entry.where}.prefill_law", entry.values["prefill_law"])
     prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
     counts = [law.count(name, 1, MOST_SLOTS) for name in ("slots", "rows", "stride")]
-    return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts)
+    alone = law.number("alone", 1e-6, 1.0) if "alone" in law.values else 1.0
+    return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts, alone=alone)
 
 
 def _slopes(entry: Entry) -> tuple[tuple[float, float], ...]:

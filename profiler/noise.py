@@ -66,7 +66,9 @@ def attention_floors(rows: pd.DataFrame, families: Sequence[AttentionFamily]) ->
     batches["heads"], batches["kv_heads"] = rows["heads"].to_numpy(float), rows["kv_heads"].to_numpy(float)
     found: dict[str, list[Array]] = {"decode": [], "prefill": []}
     for family in families:
-        mine = (batches["heads"] == batches["kv_heads"] * family.group) & (rows["head_dim"] == family.head_dim).to_numpy()
+        mine = (batches["heads"] == batches["kv_heads"] * family.group) & (
+            rows["head_dim"] == family.head_dim
+        ).to_numpy()
         if family.head_dim != USED_HEAD or family.group not in USED_GROUPS:
             continue
         for (heads, kv_heads), group in batches[mine].groupby(["heads", "kv_heads"]):

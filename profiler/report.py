@@ -10,6 +10,7 @@ import numpy as np
 
 from policies.output_file import whole_file
 from profiler.errors import ProfileError
+from profiler.gemm_law import BETWEEN
 from profiler.holdout import AIMS
 from profiler.intervals import half_widths
 
@@ -71,7 +72,7 @@ def _shares(values: Mapping[str, float]) -> str:
 
 
 def _region(fit: DeviceFit) -> dict[str, Any]:
-    gemms = [curve for curve in fit.curves if curve.k]
+    gemms = [curve for curve in fit.curves if curve.k and curve.operator != BETWEEN]
     region: dict[str, Any] = {}
     if gemms:
         region["gemm"] = {
@@ -169,12 +170,12 @@ def _errors(figure: Any, fit: DeviceFit) -> None:
 
 def _operators(figure: Any, fit: DeviceFit) -> None:
     left, right = figure.subplots(1, 2)
-    gemms = [curve for curve in fit.curves if curve.k and curve.n >= 1024 and curve.k >= 1024]
+    gemms = [curve for curve in fit.curves if min(curve.n, curve.k) >= 1024 and curve.operator != BETWEEN]
     for curve in gemms[:: max(1, len(gemms) // 6)][:6]:
         rows = np.unique(np.geomspace(1, curve.rows[-1], 400).astype(int))
         left.plot(rows, fit.gemm_us(curve, rows), linewidth=0.9, label=f"{curve.n} x {curve.k}")
         left.plot(curve.rows, curve.us, ".", markersize=1.5, color="#555555")
-    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GEMM (us); dots: measured")
+    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GEMM (us); dots: the table's")
     layouts = [*fit.attention] or [family.for_layout(32, 8) for family in fit.families if family.group == 4]
     context = np.unique(np.geomspace(16, 16384, 200).astype(int))
     for decodes in (1, 8, 32, 128):

@@ -44,6 +44,37 @@ def test_the_law_finds_itself() -> None:
     assert (found.launch, found.step, found.write) == pytest.approx((5.0, 2.5, 4.0), rel=1e-3)
 
 
+def test_a_block_that_has_a_processor_to_itself_is_faster() -> None:
+    law = PrefillLaw(launch=0.0, step=1.0, block=0.0, write=0.0, slots=8, alone=0.5)
+    # Four blocks of 1, 1, 2, 2 steps on four processors: the longest alone. A fifth (of 3) shares with the first: one
+    # step beside it, two alone.
+    assert dealt_steps(1, 256, 0, law) == pytest.approx(2 * 0.5)
+    assert dealt_steps(1, 320, 0, law) == pytest.approx(1 + 2 * 0.5)
+    # Sixteen blocks of one length fill all slots twice.
+    assert dealt_steps(16, 1, 100, law) == pytest.approx(2.0)
+
+
+def test_finding_a_block_among_many_decodes_takes_time_until_the_host_plans() -> None:
+    law = DecodeLaw(launch=10.0, wave=0.0, step=0.0, stream=0.0, seek=5.0, seek_many=2.0, streams=1, even=True)
+    assert law.us([1, 992, 993], [64, 64, 64]).tolist() == pytest.approx([10.005, 14.96, 11.986], abs=1e-6)
+
+
+def test_streams_shared_out_evenly_are_split_from_the_second_step_on_while_they_are_few() -> None:
+    law = DecodeLaw(launch=10.0, combine=2.0, wave=0.0, step=0.0, stream=0.0, streams=8, slots=132, even=True)
+    assert law.us([8, 8, 14], [100, 300, 300]).tolist() == pytest.approx([10.0, 12.0, 10.0], abs=1e-6)
+
+
+def test_a_known_cache_is_not_fitted() -> None:
+    from profiler.decode_law import fit_decode_law
+
+    decodes, context = (axis.ravel() for axis in np.meshgrid(2.0 ** np.arange(8), 2.0 ** np.arange(4, 15) - 1))
+    truth = DecodeLaw(launch=10.0, wave=1.0, step=1.0, stream=0.15, warm=0.2, cache=97.0, slots=132, even=True)
+    us, heads = truth.us(decodes, context, heads=np.full(len(decodes), 4.0)), np.full(len(decodes), 4.0)
+    law = fit_decode_law(decodes, context, us, sms=132, heads=heads, kernel="fa3", cache=97.0)
+    assert law.cache == 97.0
+    assert np.abs(law.us(decodes, context, heads=heads) / us - 1).max() < 0.05
+
+
 def test_split_contexts_pay_for_a_second_kernel() -> None:
     law = DecodeLaw(combine=3.0, wave=0.0, step=0.0, stream=0.0, streams=8, slots=128, splits=128)
     # 26 x 8 streams are beyond 0.8 of two blocks on each of 128 processors; 64 tokens fill one step only.
