@@ -324,7 +324,7 @@ def _prefill_law(entry: Entry) -> PrefillLaw | None:
     prices = [law.number(name, 0.0, 1e9) for name in ("launch", "step", "block", "write")]
     counts = [law.count(name, 1, MOST_SLOTS) for name in ("slots", "rows", "stride")]
     alone = law.number("alone", 1e-6, 1.0) if "alone" in law.values else 1.0
-    return PrefillLaw(prices[0], prices[1], prices[2], prices[3], *counts, alone=alone)
+    return PrefillLaw(prices[0], prices[1], prices[2], prices[3], counts[0], counts[1], counts[2], alone)
 
 
 def _slopes(entry: Entry) -> tuple[tuple[float, float], ...]:
