@@ -20,6 +20,7 @@ from profiler.gemm_law import (
     curve_us,
     fit_gemm_law,
     gemm_grid,
+    gemm_noise,
     without_noise,
 )
 from profiler.lattice import Lattice
@@ -154,7 +155,10 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     law = fit_gemm_law(curves, hardware)
     noise = _noise(table)
     if law is not None:
-        noise |= summary({"gemm": gemm_floor(law, curves), **attention_floors(rows, families)})
+        floors = {"gemm": gemm_floor(law, curves), **attention_floors(rows, families)}
+        noise |= summary(floors)
+        scatter = None if len(floors["gemm"]) else gemm_noise(curves, law)
+        noise |= {} if scatter is None else {"gemm, counts of one tile, p90": scatter}
         curves = learnt_gemms(law, without_noise(curves, law))
     return DeviceFit(
         gpu=hardware.name,
