@@ -97,5 +97,5 @@ class RowTerms:
 
 def sum_terms(terms: Mapping[str, Column]) -> Column:
     """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
-    total: Column = np.sum(list(terms.values()), axis=0, dtype=np.int64)
+    total: Column = np.add.reduce(list(terms.values()), axis=0, dtype=np.int64)
     return total

@@ -19,7 +19,7 @@ from policies import BlockLedger, Host, Request, Scheduler
 from policies.swap import HostMemory, Swap
 from profiler.kv_compression import Compression
 from profiler.model_spec import ModelSpec
-from tests.policies.test_swap import ACTIONS, Scripted
+from tests.policies.test_swap import ACTIONS, Scripted, another_may_fly, one_flies, somebody_is_there
 
 BLOCK, BLOCKS, LONGEST = 4, 24, 60
 SPEC = ModelSpec(
@@ -58,7 +58,7 @@ class PackedMachine(RuleBasedStateMachine):
         self.arrived += 1
         self.ended(self.scheduler.add(request, self.now, ends_after=output))
 
-    @precondition(lambda self: len(self.flights) < 2)
+    @precondition(another_may_fly)
     @rule(script=ACTIONS)
     def plan(self, script: list) -> None:
         self.now += 1
@@ -67,7 +67,7 @@ class PackedMachine(RuleBasedStateMachine):
         if batch is not None:
             self.flights.append(self.runner.prepare(batch))
 
-    @precondition(lambda self: self.flights)
+    @precondition(one_flies)
     @rule()
     def complete(self) -> None:
         self.now += 1
@@ -82,7 +82,7 @@ class PackedMachine(RuleBasedStateMachine):
             self.runner.release(track)
             self.ended(track)
 
-    @precondition(lambda self: self.scheduler.tracks)
+    @precondition(somebody_is_there)
     @rule(number=st.integers(0, 30))
     def abort(self, number: int) -> None:
         ids = sorted(self.scheduler.tracks)

@@ -167,6 +167,19 @@ def test_whoever_was_stopped_by_a_plan_without_a_batch_is_named_by_the_next_one(
     assert not scheduler.plan(3).preempted
 
 
+# Preconditions have names: Hypothesis 6.100 parses the source of a lambda anew at every step, which takes minutes.
+def another_may_fly(machine):
+    return len(machine.flights) < 2
+
+
+def one_flies(machine):
+    return bool(machine.flights)
+
+
+def somebody_is_there(machine):
+    return bool(machine.scheduler.tracks)
+
+
 class SwapMachine(RuleBasedStateMachine):
     """Random arrivals with shared prefixes, plans, preemptions of both kinds and aborts, up to two batches in flight."""
 
@@ -189,7 +202,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.arrived += 1
         self.scheduler.add(request, self.now, ends_after=output)
 
-    @precondition(lambda self: len(self.flights) < 2)
+    @precondition(another_may_fly)
     @rule(script=ACTIONS)
     def plan(self, script):
         self.now += 1
@@ -200,13 +213,13 @@ class SwapMachine(RuleBasedStateMachine):
                 self.memory.run(batch, self.scheduler)
             self.flights.append(batch)
 
-    @precondition(lambda self: self.flights)
+    @precondition(one_flies)
     @rule()
     def complete(self):
         self.now += 1
         self.scheduler.complete(self.flights.pop(0), self.now)
 
-    @precondition(lambda self: self.scheduler.tracks)
+    @precondition(somebody_is_there)
     @rule(number=st.integers(0, 30))
     def abort(self, number):
         ids = sorted(self.scheduler.tracks)
