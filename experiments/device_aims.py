@@ -40,7 +40,10 @@ def aims_stage(loaded: Loaded, ceilings: Any, out: Path, say: Callable[[str], No
     if loaded.spec.name != "llama-3.1-8b" or scale > 1:
         # The times of that model's kernels say nothing of another one, nor of a smaller batch.
         wanted = [replace(aim, seconds=0.0) for aim in wanted]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    write_json(out / "aims.part.json", rows)
+    if not wanted:
+        say(f"aims: none of these batches fits into {loaded.max_tokens} tokens, the longest request")
     for row in measure_aims(loaded, ceilings, wanted=wanted):
         rows.append(row)
         write_json(out / "aims.part.json", rows)
@@ -80,6 +83,10 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
         few = max(1, count // scale)
         points[f"{few} decode{'s' * (few > 1)}"] = Point(BatchShape((), few, few * prefix, prefix, 0, few), "visited")
     points = {name: point for name, point in points.items() if _longest(point) < loaded.max_tokens - 8}
+    if not points:
+        write_json(file, [])
+        say(f"host time: none of these batches fits into {loaded.max_tokens} tokens, the longest request")
+        return []
     rig = BatchRig(
         loaded, most_tokens=max(sum(point.contexts) + 4096 for point in points.values()),
         longest=max(_longest(point) for point in points.values()), block_size=block_size,

@@ -80,7 +80,8 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         # The machine's speed while it measured, and the prices at its average speed: one after the other.
         measured = grouped(everything, own_s / slowness, calm)
         if len(measured) < LEAST_SHAPES:
-            raise ProfileError(f"profile: found {len(measured)} distinct iterations, expected at least {LEAST_SHAPES}")
+            found = f"profile: found {len(measured)} distinct iterations, expected at least {LEAST_SHAPES}"
+            raise ProfileError(f"{found}; measure for longer (--budget)")
         shapes = [item.shape for item in measured]
         design = _design(shapes)
         seconds = np.array([item.device_s for item in measured])

@@ -60,6 +60,16 @@ def test_host_time_is_measured_with_graphs_and_without(tmp_path: Path, monkeypat
     assert all(row["wall_s"] >= row["device_s"] > 0 for row in rows)
 
 
+def test_requests_shorter_than_every_batch_are_no_failure(tmp_path: Path) -> None:
+    loaded = load_model("nano", device="cpu", max_tokens=16)
+    said: list[str] = []
+    assert aims_stage(loaded, Ceilings("paper", "float32", 1e11, 1e12, 0, 0, 0.0), tmp_path, said.append) == []
+    assert host_time_stage(loaded, 16, tmp_path, said.append) == []
+    assert [text.partition(":")[0] for text in said] == ["aims", "host time"]
+    assert all("none of these batches fits into 16 tokens" in text for text in said)
+    assert [json.loads((tmp_path / name).read_text()) for name in ("aims.json", "host_time.json")] == [[], []]
+
+
 def test_the_figure_of_host_time_comes_from_a_calibrations_folder(tmp_path: Path) -> None:
     (tmp_path / "host_time.json").write_text(json.dumps(STAND_IN), encoding="utf-8")
     result = CliRunner().invoke(build(), ["host-time", str(tmp_path)])
