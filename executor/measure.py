@@ -67,6 +67,8 @@ def measure_plan(
         while adapt is not None and clock.spent_s < plan.budget_s:
             points = log.points_of(round_number)
             if not points:
+                if not log.rows:
+                    break
                 profile = make_profile(_frame(iteration_rows(log.rows, loaded)), {})
                 unsure = unsure_points(
                     plan, [shape_of(row) for row in log.rows], adapt(profile), UNSURE_PER_ROUND, round_number
@@ -78,6 +80,8 @@ def measure_plan(
                 log.note_points(round_number, points)
             _run_round(rig, points, round_number, plan, log, clock, plan.budget_s, say)
             round_number += 1
+        if not log.rows:
+            raise ExecutorError(f"profile: nothing was measured within {plan.budget_s:g} s; give it longer (--budget)")
         rows = iteration_rows(log.rows, loaded)
         if operators:
             say(clock.spent_s, plan.budget_s, "operators")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,12 @@ def test_a_plan_becomes_a_profile_that_can_be_fitted(loaded: Loaded, tmp_path: P
     fit = fit_iterations(profile)
     assert fit.model == "nano"
     assert sum(fit.prices) + sum(fit.row_prices) > 0
+
+
+@pytest.mark.parametrize("adapt", [None, unsure_by_fit])
+def test_a_budget_in_which_nothing_is_measured_is_said_so(loaded: Loaded, tmp_path: Path, adapt: Any) -> None:
+    with pytest.raises(ExecutorError, match="nothing was measured within 1e-09 s; give it longer"):
+        measure_plan(loaded, small_plan(budget_s=1e-9), tmp_path / "p.parquet", adapt=adapt)
 
 
 def test_an_interrupted_measurement_goes_on_where_it_stopped(loaded: Loaded, tmp_path: Path) -> None:
