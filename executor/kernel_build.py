@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from executor.errors import ExecutorError
 from executor.triton_kernels.runtime import interpreted
+from policies.command_line import run_command
+from policies.settings import shown, whole_number
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 """Shared memory that one thread block may have, by compute capability (CUDA C programming guide, table of limits)."""
@@ -132,10 +134,19 @@ def _fused_variants() -> Iterator[Variant]:
         )  # fmt: skip
 
 
-def main() -> None:
-    """Print what each kernel takes."""
-    for kernel, variant, shared, lines in build_all(int(sys.argv[1]) if len(sys.argv) > 1 else 90):
+def print_all(prog_name: str) -> None:
+    """Print what each kernel takes on the capability of the command line."""
+    text = sys.argv[1] if len(sys.argv) > 1 else "90"
+    capability = whole_number(text)
+    if capability is None or not min(SHARED_BYTES) <= capability < 1000:
+        raise ExecutorError(f"{prog_name}: found {shown(text)}, expected a compute capability such as 80 or 90")
+    for kernel, variant, shared, lines in build_all(capability):
         print(f"{kernel:<24} {variant:<16} {shared:>8} bytes shared {lines:>7} lines of PTX")
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    run_command(lambda: print_all, "executor.kernel_build")
 
 
 if __name__ == "__main__":

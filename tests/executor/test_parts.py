@@ -344,6 +344,19 @@ def test_smollm2_answers_in_english_and_scores_text_as_transformers_does() -> No
     assert 5 < math.exp(float(loss)) < 40
 
 
+@pytest.mark.parametrize("capability", ["x", "-1", "5", "9" * 5_000])
+def test_a_capability_that_no_gpu_has_is_one_line(
+    capability: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from executor.kernel_build import main
+
+    monkeypatch.setattr(sys, "argv", ["kernel_build", capability])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "expected a compute capability" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("threads", [0, -1, 5_000, 10**18])
 def test_a_number_of_threads_that_no_machine_has_is_refused_before_pytorch_sees_it(threads: int) -> None:
     with pytest.raises(ExecutorError, match="--threads: found"):
