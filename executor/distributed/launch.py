@@ -2,15 +2,18 @@
 
 Children find rank 0 on a port of the loopback that the system picks, so nothing lies on disk and two runs never meet.
 Each holds the other end of a pipe to rank 0: when rank 0 is gone, however that happened, the pipe ends and so do they.
+Ranks that a launcher started look whether their parent is still the one that they began with.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -26,7 +29,11 @@ LIFELINE = "CHARIOTEER_LIFELINE"
 OWN_STORE = "CHARIOTEER_OWN_STORE"
 LONGEST = timedelta(days=30)
 """Between two frames a rank may be idle as long as a trace pauses; death is noticed by other means."""
+MEETING = timedelta(minutes=5)
+"""Ranks of several machines may be started by hand, one after the other."""
 START_S = 120.0
+LAST_WORDS_S = 10.0
+"""A rank whose launcher is gone has so long to write what it has."""
 
 
 class Child:
@@ -137,5 +144,22 @@ def environment_store(rank: int, world: int) -> Any:
         return dist.TCPStore(
             "127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False, wait_for_workers=False, timeout=LONGEST
         )
-    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=LONGEST))
+    _end_with_launcher()
+    # A launcher that was gone before this process could look has no store: that is not worth waiting days for.
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=MEETING))
+    store.set_timeout(LONGEST)
     return dist.PrefixStore("charioteer", store)
+
+
+def _end_with_launcher() -> None:
+    """A killed launcher takes its store with it, at which its ranks would go on asking for days."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LAST_WORDS_S)
+        os._exit(128 + signal.SIGTERM)  # it waits inside PyTorch, where no signal is heard
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

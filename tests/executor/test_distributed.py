@@ -228,14 +228,45 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(spec_file: 
             load_for(config(spec_file, **{"pp": 2, **options}), 64)
 
 
+def under_torchrun(trace: Path, spec_file: str, out: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "executor",
+        "replay", str(trace), "--model", spec_file, "--kernels", "torch", "--pp", "2", "--threads", "1",
+        "--out", str(out),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(spec_file: str, tmp_path: Path) -> None:
+    trace = trace_of(LENGTHS)
+    late = replace(trace, arrival_ns=trace.arrival_ns + np.int64(600_000_000_000) * (np.arange(len(trace)) > 0))
+    launcher = subprocess.Popen(
+        under_torchrun(write_trace(late, tmp_path / "trace.csv"), spec_file, tmp_path / "out"), cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + 300
+        # They serve as soon as the first request is on the disk.
+        while not list(tmp_path.glob("out.unfinished*")) and time.monotonic() < until and launcher.poll() is None:
+            time.sleep(0.1)
+        ranks = children_of(launcher.pid)
+        assert len(ranks) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until = time.monotonic() + 120  # mostly for importing PyTorch on a busy machine; no rank would end by itself
+    while any(map(is_alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.1)
+    left = [pid for pid in ranks if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
 @pytest.mark.slow
 def test_the_same_command_runs_under_torchrun(spec_file: str, tmp_path: Path) -> None:
     file = write_trace(trace_of(LENGTHS), tmp_path / "trace.csv")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "executor",
-        "replay", str(file), "--model", spec_file, "--kernels", "torch", "--pp", "2", "--threads", "1",
-        "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
+    command = under_torchrun(file, spec_file, tmp_path / "out")
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
