@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from executor.cpu_clock import step_clock
 from executor.prompts import Prompts
 from executor.runner import Prepared, Result, Runner, Text
 from executor.sampler import INVALID, Sampling
@@ -140,6 +141,7 @@ class LiveEngine:
         self._origin = 0
         self._since_ns = 0
         self._cpu_since_ns = 0
+        self._cpu_ns = step_clock()
         self._idle = True
 
     def now_ns(self) -> Ns:
@@ -254,7 +256,7 @@ class LiveEngine:
     def _launch(self, batch: Batch, worker: ThreadPoolExecutor | None) -> None:
         if self._idle:
             self._idle = False
-            self._since_ns, self._cpu_since_ns = batch.planned_ns, time.process_time_ns()
+            self._since_ns, self._cpu_since_ns = batch.planned_ns, self._cpu_ns()
         queues = self.scheduler.queues
         prepared = self.runner.prepare(batch)
         future = worker.submit(self.runner.execute, prepared) if worker is not None else None
@@ -331,7 +333,7 @@ class LiveEngine:
             else:
                 cohorts.append((part.cohort.number, part.step, part.size))
         start, end = result.start_ns - self._origin, result.end_ns - self._origin
-        cpu = time.process_time_ns()
+        cpu = self._cpu_ns()
         # A batch is busy from the end of the last one on (or from its plan, after a pause): host time before it runs
         # includes completing and recording the last. With `ahead`, only what the running batch did not hide.
         since = self._since_ns

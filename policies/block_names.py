@@ -44,15 +44,21 @@ class TraceNames:
                 if position < len(hashes):
                     return (hashes[position], index)
             if request.session is not None:
-                named = min(len(hashes) * request.hash_tokens, request.prompt_tokens) // size
-                return (request.session, self._prefix(request, named, size), index)
+                return (request.session, self._prefix(request, self._named(request, size), size), index)
         return (None, request.id, index)
 
     def history(self, track: Track, index: int, size: int, first_missed: int) -> Hashable | None:
         request = track.request
         if request.session is None or not request.prefix_hashes:
             return None
-        return (request.session, self._prefix(request, first_missed, size), index)
+        # Beyond its own hashes a turn finds what it left itself, before it was preempted.
+        named = min(first_missed, self._named(request, size))
+        return (request.session, self._prefix(request, named, size), index)
+
+    @staticmethod
+    def _named(request: Request, size: int) -> int:
+        """Full blocks that hashes name."""
+        return min(len(request.prefix_hashes) * request.hash_tokens, request.prompt_tokens) // size
 
     @staticmethod
     def _prefix(request: Request, blocks: int, size: int) -> int | None:

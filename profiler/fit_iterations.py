@@ -131,10 +131,11 @@ def own_seconds(table: Any) -> Array:
     """Device time of every row without what others had the processor for.
 
     A disturbed measurement is cut to its processor's share of the wall time; on several threads the share is mostly
-    above 1 and changes nothing.
+    above 1 and changes nothing. A share of nothing is no share, but a clock that did not move.
     """
     wall = table["median_s"] + table["host_before_s"] + table["host_after_s"]
-    share = np.fmin(1.0, (table["cpu_s"] / wall).fillna(1.0))
+    share = (table["cpu_s"] / wall).fillna(1.0)
+    share = np.fmin(1.0, share.where(share > 0, 1.0))
     return np.asarray(table["median_s"] * np.where(table["outlier"] == 0, 1.0, share), float)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from policies.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.fit_iterations import _phases, disagreement, fit_iterations, predicted_device_s
+from profiler.fit_iterations import _phases, disagreement, fit_iterations, own_seconds, predicted_device_s
 from profiler.iteration_file import is_iteration_fit, read_fit, write_fit
 from profiler.iteration_model import IterationModel, _deviations
 from profiler.load import load_cost_model
@@ -188,6 +188,14 @@ def test_a_gauge_is_told_by_how_much_iterations_follow_it(shapes: int) -> None:
     gauge = fit_iterations(make_profile(table, {})).provenance["gauge"]
     assert gauge["power"] == pytest.approx(2.0, abs=0.1)
     assert gauge["typical_s"] == pytest.approx(40e-6, rel=0.03)
+
+
+def test_a_disturbed_measurement_is_cut_to_its_share_of_the_processor_unless_its_clock_stood_still() -> None:
+    table = profile_of(some_shapes(0, 12), outlier=1, cpu_s=0.0).table
+    assert own_seconds(table) == pytest.approx(table["median_s"])
+    wall = table["median_s"] + table["host_before_s"] + table["host_after_s"]
+    table["cpu_s"] = wall / 2
+    assert own_seconds(table) == pytest.approx(table["median_s"] / 2)
 
 
 def test_too_few_iterations_are_no_profile() -> None:
