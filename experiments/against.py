@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from workloads import Trace
 
 ENSEMBLE = 12
-SAME = ("policy", "knobs", "model", "num_blocks", "tp", "pp")
+SAME = (
+    "policy", "knobs", "model", "dtype", "num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len",
+    "tp", "pp", "trace",
+)  # fmt: skip
 """What repeats of one live run have in common."""
 
 
@@ -105,7 +108,7 @@ def _against_ours(
         same = all(run.config.get(key) == first.get(key) for key in SAME)
         if run.config.get("world") != "live" or not same:
             raise ExperimentError(
-                f"{path}: found a run of another world, policy or engine, expected repeats of one live run"
+                f"{path}: found a run of another world, policy, engine or trace, expected repeats of one live run"
             )
     trace = trace_of_run(runs[0])
     tp, pp = (int(first.get(key) or 1) for key in ("tp", "pp"))
@@ -118,15 +121,18 @@ def _against_ours(
     )  # fmt: skip
     comparisons, simulated = _compare(str(first["policy"]), trace, config, cost, [run.summary for run in runs], say)
     agreements, fed, residuals = {}, {}, []
-    for run, path in zip(runs, paths):
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    for run, name in zip(runs, names):
         own = trace_of_run(run)
-        agreements[path.name] = agreement(run, own, scheduler_of(run, cost))
-        fed[path.name] = why_not_fed(run) or feed(run, own, cost)
+        agreements[name] = agreement(run, own, scheduler_of(run, cost))
+        fed[name] = why_not_fed(run) or feed(run, own, cost)
         residuals.append(Iterations.of(run, cost))
     iterations = Iterations.joined(residuals)
     return AgainstResult(
         f"{first['policy']}, {trace.name}", cost.name, cost.calibrated, comparisons, agreements, fed, iterations,
-        float(iterations.inside.mean()), simulated, {path.name: run for run, path in zip(runs, paths)},
+        float(iterations.inside.mean()), simulated, dict(zip(names, runs)),
     )  # fmt: skip
 
 
@@ -135,7 +141,8 @@ def _against_other(
 ) -> AgainstResult:
     from simulator.config import ReplayConfig
 
-    cost = _cost(cost_model, model, gpu, str(options.get("dtype") or "auto"))
+    tp, pp = (int(options.get(key) or 1) for key in ("tp", "pp"))
+    cost = _cost(cost_model, model, gpu, str(options.get("dtype") or "auto"), tp, pp)
     known = {key: value for key, value in options.items() if value is not None}
     policy = PolicyChoice.parse(str(known.pop("policy", "vllm_v1")))
     config = ReplayConfig(policy=policy.name, knobs=policy.knobs, model=model, gpu=gpu, **known)

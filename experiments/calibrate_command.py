@@ -58,7 +58,7 @@ def calibrate_command(
             streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None,
             block_size=block_size, max_num_seqs=max_num_seqs, seed=seed,
         ),
-        policies=tuple(part for part in policies.split(",") if part.strip()),
+        policies=tuple(part.strip() for part in policies.split(",") if part.strip()),
         budget_s=seconds_of(budget, "--budget"), requests=requests, repeats=repeats, prompt=prompt, output=output,
     )  # fmt: skip
     result = calibrate(what, out, Say(as_json))

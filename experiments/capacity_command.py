@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,6 +85,11 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    for name in base:
+        if name.startswith("trace.") or name == "limit" or (name == "rate_scale" and not smallest):
+            raise ExperimentError(
+                f"--set {name}: a capacity search sets its own draws and rates; see --requests, --arrivals"
+            )
     workload = _workload(trace, prompt, output)
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
@@ -270,9 +276,7 @@ def _smallest(
             print(f"  {price['amount']} for the trace; {price['price']}")
 
 
-def _write_smallest_report(
-    path: Path, rows: list[dict[str, Any]], objective: Any, workload: dict[str, Any]
-) -> None:
+def _write_smallest_report(path: Path, rows: list[dict[str, Any]], objective: Any, workload: dict[str, Any]) -> None:
     from metrics.html_report import RowTable, write_report
 
     tried = [
@@ -315,7 +319,9 @@ def _spoken_size(row: dict[str, Any]) -> str:
     text += f"; tightest {at['tightest']} at {max(at['tightness'].values()):.0%} of its bound"
     if needed > 1:
         below = row["tried"][str(needed - 1)]
-        text += f", with {needed - 1}: {below['tightest']} at {max(below['tightness'].values()):.0%}"
+        # JSON has no infinity, which is what a bound is missed by that all requests have to keep.
+        worst = max([math.inf if value is None else value for value in below["tightness"].values()])
+        text += f", with {needed - 1}: {below['tightest']} " + ("misses" if worst == math.inf else f"at {worst:.0%}")
     return text + f" (costs: {at['cost_model']}{'' if at['calibrated'] else ', uncalibrated'})"
 
 

@@ -74,6 +74,8 @@ class WorkerProcesses:
         self._closed = False
 
     def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
+        if self._closed:
+            raise ExperimentError("engine: was closed after its last run; make another")
         waiting: queue.SimpleQueue[tuple[int, Task]] = queue.SimpleQueue()
         for item in tasks.items():
             waiting.put(item)

@@ -190,7 +190,9 @@ def register(app: typer.Typer) -> None:
 
 
 def command(
-    requests: Annotated[int, typer.Option(help="Requests; the paper has 10,000.")] = 10_000,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests; 10,000 as in the paper, 400 each of the survey.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the lengths.", min=0)] = 0,
     chunk_size: Annotated[int, typer.Option(help="SARATHI's chunk size.")] = 256,
     kv_efficiency: Annotated[
@@ -204,10 +206,14 @@ def command(
 ) -> None:
     """SARATHI Sec. 5.3: GPT-3 on 64 A100s, one pipeline against eight replicas, paper beside ours."""
     if survey:
-        rows = bubble_survey(min(requests, 400), link=link, seed=seed)
+        if kv_efficiency is not None or chunk_size != 256:
+            raise ExperimentError("--survey: takes no --chunk-size and no --kv-efficiency")
+        rows = bubble_survey(400 if requests is None else requests, link=link, seed=seed)
         print(json.dumps(rows, indent=2)) if as_json else _print_survey(rows)
         return
-    result = sarathi_pipeline(requests, seed=seed, chunk_size=chunk_size, kv_efficiency=kv_efficiency)
+    result = sarathi_pipeline(
+        10_000 if requests is None else requests, seed=seed, chunk_size=chunk_size, kv_efficiency=kv_efficiency
+    )
     print(json.dumps(result, indent=2)) if as_json else _print(result)
 
 

@@ -65,6 +65,9 @@ def _search(spec: SweepSpec, folder: SweepFolder, engine: Engine, report: Report
     """Batches that Optuna proposes. A search that is taken up again proposes the same batches again, from the seed
     and the results, and finds their points finished."""
     for batch in _proposals(spec, folder):
+        for number, values in batch.items():
+            if number in folder.results and folder.results[number]["values"] != values:
+                del folder.results[number]  # of a search that went another way, before a failed point was tried again
         _run_missing(spec, folder, engine, batch, spec.points, report)
 
 

@@ -138,7 +138,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path()) -> SweepSpec:
     )
     if method != "grid" and spec.points < 1:
         raise ExperimentError(f"points: found {spec.points}, expected how many a {method} search takes, such as 50")
-    if method == "optuna":
+    if method == "optuna" or spec.objective or spec.direction:
         _check_objective(spec)
     _check_names(spec)
     return spec

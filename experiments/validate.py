@@ -272,7 +272,7 @@ class Validation:
                     if wandering is not None:
                         config = self._replay_config(policy)
                         at_probed_speed.append(wandering_run(trace, config, model, *wandering))
-                    else:
+                    elif gauged is not None or result.probes:
                         speed = gauged or speed_around(result.probes, name)
                         at_probed_speed.append(self._at_speed(trace, policy, model, speed))
                     result.lost += len(trace) - run.rows("requests")

@@ -35,7 +35,12 @@ def validate(
     limit: Annotated[int, typer.Option(help="Requests of the trace that are used.", rich_help_panel=_WHAT)] = 40,
     skip: Annotated[int, typer.Option(help="Requests left out at its start.", rich_help_panel=_WHAT)] = 0,
     ensemble: Annotated[int, typer.Option(help="Cost models behind an interval.", rich_help_panel=_WHAT)] = 12,
-    model: Annotated[str, typer.Option(help="Model, as the executor takes it.", rich_help_panel=_ENGINE)] = "nano",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model, as the executor takes it; nano, but for another engine's log.", rich_help_panel=_ENGINE
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)] = "auto",
     dtype: Annotated[str, typer.Option(help="Weights.", rich_help_panel=_ENGINE)] = "auto",
     kernels: Annotated[str, typer.Option(help="auto, native or torch.", rich_help_panel=_ENGINE)] = "auto",
@@ -57,7 +62,10 @@ def validate(
         int, typer.Option(help="Pipeline stages, a process each; compares bubbles too.", rich_help_panel=_ENGINE)
     ] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=_ENGINE)] = 16,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.", rich_help_panel=_ENGINE)] = 32,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Most requests admitted at once; 32, but for another engine's log.", rich_help_panel=_ENGINE),
+    ] = None,
     token_budget: Annotated[int | None, typer.Option(help="Most tokens of a batch.", rich_help_panel=_ENGINE)] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Use this profile instead of measuring one.", rich_help_panel=_PROFILE)
@@ -100,7 +108,7 @@ def validate(
             against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", explore, as_json,
             {
                 "policy": policies if "," not in policies else None, "block_size": block_size, "num_blocks": num_blocks,
-                "max_num_seqs": max_num_seqs, "token_budget": token_budget,
+                "max_num_seqs": max_num_seqs, "token_budget": token_budget, "tp": tp, "pp": pp, "dtype": dtype,
             },
         )  # fmt: skip
         return
@@ -111,14 +119,16 @@ def validate(
     from experiments.validate import Validation
     from experiments.validate_report import as_dict, in_short, write_report
     from experiments.validate_settings import Settings
+    from metrics.run_folder import json_ready
 
     settings = Settings(
         trace=str(trace),
-        policies=tuple(part for part in policies.split(",") if part.strip()),
+        policies=tuple(part.strip() for part in policies.split(",") if part.strip()),
         engine=EngineChoice(
-            model=model, device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
+            model=model or "nano", device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
             streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None, block_size=block_size,
-            max_num_seqs=max_num_seqs, token_budget=token_budget, seed=seed, tp=tp, pp=pp,
+            max_num_seqs=32 if max_num_seqs is None else max_num_seqs, token_budget=token_budget, seed=seed,
+            tp=tp, pp=pp,
         ),
         rows=(skip, skip + limit), loads=shares_of(load), repeats=repeats, budget_s=seconds_of(budget, "--budget"),
         ensemble=ensemble, trace_format=trace_format,
@@ -132,7 +142,7 @@ def validate(
 
         write_explorable(explore, result)
     if as_json:
-        print(json.dumps(as_dict(result), indent=2))
+        print(json.dumps(json_ready(as_dict(result)), indent=2))
         return
     for line in in_short(result):
         print(f"- {line}")
@@ -140,7 +150,7 @@ def validate(
 
 
 def _against(
-    references: list[Path], cost_model: str | None, profile: Path | None, gpu: str | None, model: str, out: Path,
+    references: list[Path], cost_model: str | None, profile: Path | None, gpu: str | None, model: str | None, out: Path,
     explore: Path | None, as_json: bool, options: dict[str, Any],
 ) -> None:  # fmt: skip
     from experiments.against import against_short, validate_against, write_against
@@ -210,7 +220,7 @@ def validate_full(
     from experiments.validate_settings import Settings
     from policies import policy_names
 
-    names = policy_names() if policies == "all" else [part for part in policies.split(",") if part.strip()]
+    names = policy_names() if policies == "all" else [part.strip() for part in policies.split(",") if part.strip()]
     base = Settings(
         trace="", policies=tuple(names), loads=shares_of(load), repeats=repeats,
         engine=EngineChoice(device=device, threads=threads or None, max_num_seqs=max_num_seqs, seed=seed),

@@ -39,10 +39,10 @@ WITHIN_AIM, WITHIN_SPREAD, OUTSIDE = "within aim", "within spread", "outside"
 @dataclass(frozen=True)
 class Comparison:
     """One statistic of one policy at one load. low, high: the prediction's interval, from an ensemble of cost models.
-    live: mean of the repeats; live_low, live_high: their range. rescaled: the prediction at the speed that the drift
-    probes found right before and after each live run, mean of the repeats. at_live_speed: the error that is left, on
-    average over the repeats, when each is predicted at the speed that its own iterations had: no prediction any more,
-    but it tells a wrong level of the costs from everything else."""
+    live: mean of the repeats; live_low, live_high: their range. rescaled: the prediction at the speed that a gauge
+    beside each live run told, or the drift probes around it, mean of the repeats. at_live_speed: the error that is
+    left, on average over the repeats, when each is predicted at the speed that its own iterations had: no prediction
+    any more, but it tells a wrong level of the costs from everything else."""
 
     policy: str
     load: float
@@ -104,6 +104,11 @@ class Comparison:
         return {**asdict(self), **derived, "rescaled_error": self.rescaled_error}
 
 
+def aim_of(statistic: str, load: float) -> float | None:
+    """The relative error that is aimed at, None where none is."""
+    return None if statistic == "ttft_s_mean" and load > TTFT_UP_TO + 1e-9 else AIMS.get(statistic)
+
+
 def compare(
     policy: str,
     load: float,
@@ -123,9 +128,7 @@ def compare(
             continue
         draws = [float(run[statistic]) for run in ensemble] or [float(simulated[statistic])]
         low, high = np.quantile(draws, [0.05, 0.95])
-        aim = AIMS.get(statistic)
-        if statistic == "ttft_s_mean" and load > TTFT_UP_TO + 1e-9:
-            aim = None
+        aim = aim_of(statistic, load)
         probed = [float(run[statistic]) for run in at_probed_speed]
         left = [
             float(one[statistic]) / float(run[statistic]) - 1
@@ -228,9 +231,9 @@ class Iterations:
         return cls(
             (device + host) / 1e9,
             # A pipeline's batches overlap and queue: what each was worked on, then.
-            run.column("iterations", "wall_s") if cost.stages == 1 else sum(
-                run.column("iterations", name) for name in ("host_before_s", "device_s", "host_after_s")
-            ),
+            run.column("iterations", "wall_s")
+            if cost.stages == 1
+            else sum(run.column("iterations", name) for name in ("host_before_s", "device_s", "host_after_s")),
             run.column("iterations", "cpu_s"),
             run.column("iterations", "chunk_tokens"),
             run.column("iterations", "decodes"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.validate_compare import AIMS, Iterations
+from experiments.validate_compare import Iterations, aim_of
 from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, legend_above, new_figure, styles_for
 from metrics.latencies import finished_latencies
 
@@ -47,7 +47,7 @@ def errors_figure(result: Result) -> Figure:
                         label=label if place == 0 else None,
                     )  # fmt: skip
             for place, statistic in enumerate(_SHOWN):
-                aim = AIMS.get(statistic)
+                aim = aim_of(statistic, load)
                 if aim is not None:
                     panel.fill_between(
                         [place - 0.45, place + 0.45], 1 - aim, 1 + aim, color="#009E73", alpha=0.12, lw=0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +11,10 @@ import numpy as np
 
 from experiments.document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.drift import changed, typical_speed
-from experiments.errors import ExperimentError
 from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
+from experiments.stage_files import write_json
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, pooled_error, rank
 from metrics.report import format_value
-from policies.output_file import write_text
 
 if TYPE_CHECKING:
     from experiments.validate import Result
@@ -27,7 +25,7 @@ MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "
 def write_report(result: Result, folder: Path, name: str = "report") -> list[Path]:
     """NAME.md, NAME.html, NAME.json and figures/ in a folder; returns the first two."""
     written = write_document(folder, name, blocks(result))
-    write_text(folder / f"{name}.json", json.dumps(as_dict(result), indent=1) + "\n", ExperimentError)
+    write_json(folder / f"{name}.json", as_dict(result))
     return written
 
 

@@ -37,6 +37,9 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.policies:
             raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
+        for name, given in (("--policies", self.policies), ("--load", self.loads)):
+            if len(set(given)) < len(given):
+                raise ExperimentError(f"{name}: found one twice, expected each once")
         if not 0 <= self.rows[0] < self.rows[1]:
             raise ExperimentError(
                 f"rows: found {self.rows[0]} to {self.rows[1]}, expected a first and a later last one"

@@ -1,0 +1,66 @@
+"""What a command would have ignored or mixed up in silence is refused in one line, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from experiments.capacity_command import _spoken_size
+from experiments.engines import WorkerProcesses
+from experiments.errors import ExperimentError
+from experiments.sweep_space import read_sweep
+from experiments.validate_compare import aim_of
+from experiments.validate_settings import Settings
+from metrics.run_folder import json_ready
+from tests.hardening.command_line import run
+
+
+def test_a_policy_or_load_named_twice_would_be_served_into_one_folder() -> None:
+    with pytest.raises(ExperimentError, match="--policies: found one twice"):
+        Settings(trace="t.csv", policies=("chunked", "chunked"))
+    with pytest.raises(ExperimentError, match="--load: found one twice"):
+        Settings(trace="t.csv", policies=("chunked",), loads=(0.6, 0.6))
+
+
+def test_the_time_to_the_first_token_has_no_aim_near_saturation() -> None:
+    assert aim_of("ttft_s_mean", 0.6) == 0.05
+    assert aim_of("ttft_s_mean", 0.9) is None
+    assert aim_of("tpot_s_mean", 0.9) == 0.03
+
+
+def test_a_closed_engine_says_so_and_does_not_wait_for_ever() -> None:
+    engine = WorkerProcesses(1)
+    engine.close()
+    with pytest.raises(ExperimentError, match="engine: was closed"):
+        next(iter(engine.run({0: {}})))
+
+
+@pytest.mark.parametrize("name", ["rate_scale=2", "limit=100", "trace.requests=5"])
+def test_a_capacity_search_takes_no_settings_that_it_makes_itself(name: str) -> None:
+    ended = run("experiments", "capacity", "--prompt", "fixed:8", "--output", "fixed:2", "--set", name)
+    assert ended.code == 2
+    assert f"--set {name.partition('=')[0]}" in ended.err
+
+
+def test_a_survey_refuses_what_it_does_not_look_at() -> None:
+    ended = run("experiments", "sarathi-pipeline", "--survey", "--chunk-size", "128")
+    assert ended.code == 2
+    assert "--survey" in ended.err
+
+
+def test_a_grid_that_sorts_by_an_objective_has_to_say_which_way(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text(
+        'method = "grid"\nobjective = "ttft_s_p99"\n[axes]\nmax_num_seqs = [8, 16]\n[trace]\nrequests = 4\n'
+    )
+    with pytest.raises(ExperimentError, match="direction"):
+        read_sweep(file)
+
+
+def test_a_bound_that_nothing_keeps_is_told_without_a_number() -> None:
+    at = {"tightest": "e2e", "tightness": {"e2e": 0.5}, "cost_model": "roofline", "calibrated": True}
+    below = {"tightest": "e2e", "tightness": {"e2e": math.inf, "ttft": 0.2}}
+    row = {"error": "", "replicas": 2, "devices": 2, "gpu_seconds": 10.0, "tried": {"1": below, "2": at}}
+    assert "with 1: e2e misses" in _spoken_size(json_ready(row))
