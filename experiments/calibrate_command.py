@@ -46,7 +46,7 @@ def calibrate_command(
     from executor.loading import pick_device
     from experiments.calibrate import Calibration, calibrate, folder_bytes
     from experiments.live_side import EngineChoice
-    from experiments.validate_command import Say
+    from experiments.validate_command import Say, names_in
     from experiments.validate_report import as_dict, in_short
 
     place = str(pick_device(device))
@@ -58,7 +58,7 @@ def calibrate_command(
             streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None,
             block_size=block_size, max_num_seqs=max_num_seqs, seed=seed,
         ),
-        policies=tuple(part.strip() for part in policies.split(",") if part.strip()),
+        policies=tuple(names_in(policies)),
         budget_s=seconds_of(budget, "--budget"), requests=requests, repeats=repeats, prompt=prompt, output=output,
     )  # fmt: skip
     result = calibrate(what, out, Say(as_json))

@@ -9,7 +9,7 @@ gap is given to the simulator at its beginning, and the policy is told the live 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from experiments.agreement import COMPARED, plain_row
 from policies import BatchShape, Ns, Policy
-from simulator.engine import Engine, make_engine
+from simulator.engine import make_engine
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -83,16 +83,6 @@ class MeasuredTimes:
         return {"kind": self.kind, "name": self.name}
 
 
-@dataclass(frozen=True)
-class FedEngine(Engine):
-    """An engine whose policy estimates with the fitted model, as it did live, while time passes as it was measured."""
-
-    estimating: Any = None
-
-    def estimate_ns(self, shape: Any) -> int:
-        return sum(self.estimating.host_ns(shape)) + int(self.estimating.stage_ns(shape))
-
-
 def why_not_fed(live: RunTables) -> str:
     """Empty, or why a live run cannot be given to the simulator by durations alone."""
     if live.config.get("ahead"):
@@ -122,11 +112,11 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
     )  # fmt: skip
     moved = _as_planned(live, trace, planned, end, plans)
     plain = make_engine(replay, moved, cost)
-    kept = {entry.name: getattr(plain, entry.name) for entry in fields(Engine)}
     # Some policies go by who is late when the live loop plans, not when the simulator does.
     live_ns = dict(zip(plans.tolist(), planned.tolist()))
-    kept["policy"] = at_moments(plain.policy, lambda now_ns: live_ns.get(now_ns, now_ns))
-    engine = FedEngine(**kept, estimating=model)
+    policy = at_moments(plain.policy, lambda now_ns: live_ns.get(now_ns, now_ns))
+    # Policies that estimate do so with the fitted model, as they did live, while time passes as it was measured.
+    engine = replace(plain, policy=policy, nominal=model)
     recorder = Recorder()
     simulate(moved, engine, recorder)
     return _compare(live, recorder.tables())

@@ -123,7 +123,7 @@ def validate(
 
     settings = Settings(
         trace=str(trace),
-        policies=tuple(part.strip() for part in policies.split(",") if part.strip()),
+        policies=tuple(names_in(policies)),
         engine=EngineChoice(
             model=model or "nano", device=device, dtype=dtype, kernels=kernels, attention=attention, graphs=graphs,
             streams=streams, nvtx=nvtx, allocator=allocator, threads=threads or None, block_size=block_size,
@@ -220,12 +220,12 @@ def validate_full(
     from experiments.validate_settings import Settings
     from policies import policy_names
 
-    names = policy_names() if policies == "all" else [part.strip() for part in policies.split(",") if part.strip()]
+    names = policy_names() if policies == "all" else names_in(policies)
     base = Settings(
         trace="", policies=tuple(names), loads=shares_of(load), repeats=repeats,
         engine=EngineChoice(device=device, threads=threads or None, max_num_seqs=max_num_seqs, seed=seed),
     )  # fmt: skip
-    chosen = [name.strip() for name in models.split(",") if name.strip()]
+    chosen = names_in(models)
     limits = [requests_of(text) for text in for_each_model(limit, len(chosen), "--limit")]
     budgets = [seconds_of(text, "--budget") for text in for_each_model(budget, len(chosen), "--budget")]
     parts = parts_of(
@@ -264,6 +264,11 @@ def shares_of(text: str) -> tuple[float, ...]:
         except ValueError:
             raise ExperimentError(f"--load: found {part!r}, expected shares such as 0.6 or 0.6,0.9") from None
     return tuple(found)
+
+
+def names_in(text: str) -> list[str]:
+    """ "a, b" as names."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def for_each_model(text: str, models: int, flag: str) -> list[str]:

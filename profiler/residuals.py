@@ -7,7 +7,7 @@ both beside interpolation and beside a forest that knows no law.
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,30 +48,26 @@ class Trees:
     """Extremely randomised trees (scikit-learn): a mean of near-repeats, where boosting follows each of them."""
 
     def fit(self, points: Array, misses: Array) -> Trees:
+        kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
+        self._trees = self._untrained().fit(points[kept], misses[kept])
+        return self
+
+    def __call__(self, points: Array) -> Array:
+        return np.asarray(self._trees.predict(points))
+
+    def _untrained(self) -> Any:
         from sklearn.ensemble import ExtraTreesRegressor
 
-        kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
-        self._trees = ExtraTreesRegressor(n_estimators=20, min_samples_leaf=3, random_state=0)
-        self._trees.fit(points[kept], misses[kept])
-        return self
-
-    def __call__(self, points: Array) -> Array:
-        return np.asarray(self._trees.predict(points))
+        return ExtraTreesRegressor(n_estimators=20, min_samples_leaf=3, random_state=0)
 
 
-class Forest:
+class Forest(Trees):
     """A random forest, as Vidur (MLSys 2024, section 4.3) trains on an operator's times without a law."""
 
-    def fit(self, points: Array, misses: Array) -> Forest:
+    def _untrained(self) -> Any:
         from sklearn.ensemble import RandomForestRegressor
 
-        kept = np.random.default_rng(0).permutation(len(misses))[:MOST_ROWS]
-        self._trees = RandomForestRegressor(n_estimators=30, min_samples_leaf=1, random_state=0)
-        self._trees.fit(points[kept], misses[kept])
-        return self
-
-    def __call__(self, points: Array) -> Array:
-        return np.asarray(self._trees.predict(points))
+        return RandomForestRegressor(n_estimators=30, min_samples_leaf=1, random_state=0)
 
 
 class GaussianProcess:
