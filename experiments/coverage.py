@@ -8,7 +8,7 @@ width comes from the *other* half's held-out errors, so no structure judges itse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,29 @@ class Covered:
     def width(self) -> float:
         """Half of the interval over its prediction."""
         return (self.high - self.low) / 2 / self.predicted
+
+
+@dataclass(frozen=True)
+class CoveredAxis:
+    """What was found about one axis: intervals that held, and medians and the worst over its statistics and halves."""
+
+    axis: str
+    held: int
+    count: int
+    median_width: float
+    median_error: float
+    worst_error: float
+
+
+def by_axis(found: Sequence[Covered]) -> list[CoveredAxis]:
+    """One row per axis, in the order found."""
+    rows = []
+    for axis in dict.fromkeys(row.axis for row in found):
+        mine = [row for row in found if row.axis == axis]
+        errors = [abs(row.predicted / row.truth - 1) for row in mine]
+        width, error = float(np.median([row.width for row in mine])), float(np.median(errors))
+        rows.append(CoveredAxis(axis, sum(row.inside for row in mine), len(mine), width, error, max(errors)))
+    return rows
 
 
 def measure_coverage(
@@ -105,7 +128,8 @@ def left_out_halves(profile: Profile) -> Iterator[tuple[str, int, Profile]]:
     for axis in AXES:
         mine = gemms if axis == "rows" else attention & ~batches["twin"].to_numpy()
         values = table["rows"].to_numpy(float) if axis == "rows" else batches[axis].to_numpy(float)
-        for half, chosen in enumerate(folds(values[mine], most=USED_ROWS)):
+        most = USED_ROWS if axis == "rows" else np.inf  # contexts beyond that many tokens are left out like any other
+        for half, chosen in enumerate(folds(values[mine], most=most)):
             out = mine & np.isin(values, chosen)
             if not out.any() or out[mine].all():
                 raise ExperimentError(f"coverage: {axis}: too few values were measured to leave half of them out")

@@ -30,7 +30,7 @@ def coverage(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Leave half of a profile's structures out, and see whether 90 % intervals hold what the whole profile says."""
-    from experiments.coverage import measure_coverage
+    from experiments.coverage import by_axis, measure_coverage
     from experiments.fidelity import PROFILES as PUBLIC
     from workloads import read_trace
 
@@ -43,14 +43,10 @@ def coverage(
             continue
         print(f"{folder}: {policy}, {limit} requests, {runs} draws, 90 % intervals")
         print(f"  {'left out':12}{'held':>10}{'median width':>14}{'median error':>14}{'worst error':>14}")
-        for axis in dict.fromkeys(row.axis for row in found):
-            rows = [row for row in found if row.axis == axis]
-            errors = sorted(abs(row.predicted / row.truth - 1) for row in rows)
-            widths = sorted(row.width for row in rows)
-            held = sum(row.inside for row in rows)
-            middle = len(rows) // 2
-            cells = f"{held} of {len(rows)}"
-            print(f"  {axis:12}{cells:>10}{widths[middle]:>13.1%} {errors[middle]:>13.1%} {errors[-1]:>13.1%}")
+        for row in by_axis(found):
+            cells = f"{row.held} of {row.count}"
+            medians = f"{row.median_width:>13.1%} {row.median_error:>13.1%}"
+            print(f"  {row.axis:12}{cells:>10}{medians} {row.worst_error:>13.1%}")
         print(f"  held in all: {sum(row.inside for row in found) / len(found):.0%}\n")
     if as_json:
         plain = {name: [asdict(row) | {"inside": row.inside} for row in rows] for name, rows in reports.items()}
