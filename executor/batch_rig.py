@@ -20,9 +20,10 @@ import torch
 from executor.engine import Flight, LiveEngine
 from executor.errors import ExecutorError
 from executor.loading import Loaded
-from executor.runner import Result, Runner, Text
+from executor.runner import Result, Runner
 from executor.sampler import GREEDY
 from executor.speed_gauge import SpeedGauge
+from executor.text import Text
 from metrics import Recorder
 from policies import BatchShape, Ns, Policy, Request, make_scheduler
 from profiler.plan import Point

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from policies.track import Track
 
 if TYPE_CHECKING:
-    from executor.runner import Text
+    from executor.text import Text
 
 
 class TextNames:

@@ -20,8 +20,9 @@ import torch
 
 from executor.cpu_clock import step_clock
 from executor.prompts import Prompts
-from executor.runner import Prepared, Result, Runner, Text
+from executor.runner import Prepared, Result, Runner
 from executor.sampler import INVALID, Sampling
+from executor.text import Text
 from metrics import Recorder
 from policies import Batch, Chunk, Ns, Request, Scheduler, Track
 from workloads.trace import Trace

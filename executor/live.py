@@ -20,8 +20,9 @@ from executor.loading import Loaded, load_model
 from executor.memory import MeasuredCosts, make_admission, make_cache, make_host_cache, make_swap, moved_block_bytes
 from executor.pool_size import default_blocks
 from executor.prompts import Prompts, file_prompts, trace_prompts
-from executor.runner import Runner, Text
+from executor.runner import Runner
 from executor.sampler import Sampling
+from executor.text import Text
 from executor.threads import set_threads
 from executor.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler

@@ -7,9 +7,8 @@ one step behind planning: decode tokens travel from step to step on the device (
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -26,37 +25,10 @@ from executor.packed_swap import PackedHostCache
 from executor.sampler import Sampling, sample
 from executor.step import Ints, Step
 from executor.swap import HostCache
+from executor.text import Text
 from policies import Batch, Chunk, Decodes, KVLedger, Track
 
 _NONE: Ints = np.empty(0, np.int32)
-
-
-@dataclass
-class Text:
-    """The text of one request. ids: prompt, then delivered tokens; `length` of them are known."""
-
-    ids: NDArray[np.int64]
-    length: int
-    sampling: Sampling
-    stop_ids: frozenset[int]
-    prompt_tokens: int
-    _cells: array[int]  # the memory of `ids`: a store into an array costs a third of one into numpy's
-
-    @classmethod
-    def of(cls, prompt: NDArray[np.int64], most_output: int, sampling: Sampling, stop_ids: Iterable[int]) -> Text:
-        count = len(prompt)
-        cells = array("q", bytes(8 * (count + most_output)))
-        ids = np.frombuffer(cells, np.int64)
-        ids[:count] = prompt
-        return cls(ids, count, sampling, frozenset(stop_ids), count, cells)
-
-    def append(self, token: int) -> None:
-        self._cells[self.length] = token
-        self.length += 1
-
-    @property
-    def output(self) -> list[int]:
-        return self.ids[self.prompt_tokens : self.length].tolist()
 
 
 class Wanted(NamedTuple):
@@ -136,6 +108,8 @@ class Runner:
         self._changes = 0
         self._last: _Decodes | None = None
         self._free_rows = deque(range(rows))
+        self._resting: deque[tuple[int, int]] = deque()  # (batches prepared before its release, row)
+        self._prepared = self.executed = 0
         self.rows = rows
         self.host = host
         self.graphs = graphs_for(loaded, cache, longest)
@@ -159,14 +133,16 @@ class Runner:
             self._left.append((row, self._tables[row].tolist()))
         if self._poison_freed:
             self._to_poison.extend(self._tables[row][self._tables[row] > 0].tolist())
-        # To the tail: a row is not used again while a batch planned before may still read it.
-        self._free_rows.append(row)
+        # Batches in flight read its table when they run: whoever computes a shared prefix must read its own blocks,
+        # although nobody wants its token any more.
+        self._resting.append((self._prepared, row))
 
     def _take_row(self, track: Track) -> int:
+        while self._resting and self._resting[0][0] <= self.executed:
+            self._free_rows.append(self._resting.popleft()[1])
         if not self._free_rows:
             old = len(self._tables)
             self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
-            self._last_tokens = torch.cat((self._last_tokens, torch.zeros_like(self._last_tokens)))
             self._free_rows.extend(range(old, 2 * old))
         row = self._free_rows.popleft()
         self._row_of[track] = row
@@ -213,6 +189,7 @@ class Runner:
             step = self._decodes_only(decodes)
         if not greedy:
             sampling = [w.text.sampling for w in wanted]
+        self._prepared += 1
         poison, self._to_poison = self._to_poison, []
         left, self._left = self._left, []
         return Prepared(batch, step, wanted, sampling, poison, left)
@@ -328,6 +305,12 @@ class Runner:
     @torch.inference_mode()
     def execute(self, prepared: Prepared) -> Result:
         """Run the batch and sample. Batches have to be executed in the order in which they were planned."""
+        try:
+            return self._run(prepared)
+        finally:
+            self.executed += 1
+
+    def _run(self, prepared: Prepared) -> Result:
         start_ns = time.perf_counter_ns()
         if self._timer is not None:
             self._timer.start(prepared.batch.number)
@@ -340,6 +323,7 @@ class Runner:
         if prepared.batch.swap_in and self.host is not None:
             self.host.copy_in(prepared.batch.swap_in)
         step = prepared.step
+        self._remember_as_many_tokens(step)
         token_ids = step.tensor(step.token_ids)
         if self._packed is not None:
             self._pack_old(step, step.decode_table, step.decode_context)
@@ -366,6 +350,13 @@ class Runner:
                 start_ns = max(start_ns, end_ns - device_ns)
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
         return Result(ids, start_ns, end_ns, executed)
+
+    def _remember_as_many_tokens(self, step: Step) -> None:
+        """Last tokens belong to whoever runs batches, so they grow here, not where rows are taken."""
+        missing = len(step.tables) - len(self._last_tokens)
+        if missing > 0:
+            more = torch.zeros(missing, dtype=self._last_tokens.dtype, device=self._last_tokens.device)
+            self._last_tokens = torch.cat((self._last_tokens, more))
 
     def _pack_old(self, step: Step, rows: Ints, contexts: Ints) -> None:
         """Pack what lies outside the windows of requests with so much context: before a decode, so that what it sees

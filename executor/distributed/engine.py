@@ -38,6 +38,7 @@ class PlanningRunner(Runner):
     def prepare(self, batch: Batch) -> Prepared:
         prepared = super().prepare(batch)
         step = prepared.step
+        self._remember_as_many_tokens(step)
         if step.num_decodes:
             first = int(step.decode_row[0])
             step.token_ids[first : first + step.num_decodes] = self._last_tokens.numpy()[step.decode_table]
@@ -45,6 +46,7 @@ class PlanningRunner(Runner):
 
     def came_back(self, prepared: Prepared, ids: Sequence[int]) -> None:
         """Remember sampled tokens as the next step's input. Batches come back in the order of their plans."""
+        self.executed += 1
         if ids:
             tokens = np.maximum(np.array(ids, np.int64), 0)
             self._last_tokens.numpy()[prepared.step.sampled_table] = tokens
