@@ -29,6 +29,7 @@ WARMUP_SHARE, TAIL_SHARE = 0.2, 0.1
 QUEUE_DELAY_S = 2.0
 """Sarathi-Serve (Sec. 5.1) calls a rate sustainable while the median scheduling delay stays within 2 s."""
 
+LOST = "requests that did not finish"
 MOST_LOST = 0.01
 """Share of measured requests that may fail or be given up by their clients."""
 
@@ -95,12 +96,18 @@ class Objective:
 
 @dataclass(frozen=True)
 class Probe:
-    """What one rate came to. tightness: statistic over bound of each requirement (at most 1: met)."""
+    """What one rate came to. tightness: statistic over bound of each requirement (at most 1: met).
+
+    measured: requests to arrive in the steady part; of those, finished and rejected (too long for the engine at any
+    rate). output_tokens: delivered to the measured requests, whatever became of them.
+    """
 
     rate: float
     tightness: Mapping[str, float]
     measured: int = 0
+    finished: int = 0
     rejected: int = 0
+    output_tokens: int = 0
 
     @property
     def holds(self) -> bool:
@@ -189,27 +196,30 @@ def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> 
     from metrics import parse_slo, summarise
 
     summary = summarise(tables, slo=objective.slo, wanted=wanted)
-    if not summary["measured_finished"]:
-        return Probe(rate, {"requests that did not finish": math.inf})
+    # Those that are too long for the engine are rejected at any rate, and only counted; who is turned away because the
+    # engine is overloaded is not.
+    status, reason = (tables.column("requests", name)[wanted] for name in ("status", "reason"))
+    turned_away = np.array([str(text).startswith(OVERLOADED) for text in reason], dtype=bool)
+    rejected = int(((status == "rejected") & ~turned_away).sum())
+    measured, finished = summary["measured"], summary["measured_finished"]
+    counts = (measured, finished, rejected, int(tables.column("requests", "output_tokens")[wanted].sum()))
+    if not finished:
+        return Probe(rate, {LOST: math.inf}, *counts)
     tightness: dict[str, float] = {}
     if objective.attainment is None:
         for bound in parse_slo(objective.slo):
             tightness[f"{bound.metric}_{bound.statistic}"] = _statistic(bound, summary, tables, wanted) / bound.bound_s
     else:
-        missed, allowed = 1 - summary["slo_attainment"], 1 - objective.attainment
+        met = summary["slo_attainment"] * measured / (measured - rejected)
+        missed, allowed = 1 - met, 1 - objective.attainment
         tightness["attainment"] = missed / allowed if allowed else (math.inf if missed else 0.0)
     if objective.queue_delay_s is not None:
         tightness["queue delay"] = summary["scheduling_delay_s_p50"] / objective.queue_delay_s
-    # Requests that ended otherwise have no latency that could be too long; many of them must not count as met. Those
-    # that are too long for the engine are rejected at any rate, and only counted; who is turned away because the
-    # engine is overloaded is not.
-    status, reason = (tables.column("requests", name)[wanted] for name in ("status", "reason"))
-    turned_away = np.array([str(text).startswith(OVERLOADED) for text in reason], dtype=bool)
-    rejected = int(((status == "rejected") & ~turned_away).sum())
-    lost = 1 - (summary["measured_finished"] + rejected) / summary["measured"]
+    # Requests that ended otherwise have no latency that could be too long; many of them must not count as met.
+    lost = 1 - (finished + rejected) / measured
     if lost > MOST_LOST:
-        tightness["requests that did not finish"] = lost / MOST_LOST
-    return Probe(rate, tightness, summary["measured"], rejected)
+        tightness[LOST] = lost / MOST_LOST
+    return Probe(rate, tightness, *counts)
 
 
 def _statistic(bound: Bound, summary: Mapping[str, Any], tables: RunTables, wanted: Any) -> float:
@@ -241,11 +251,16 @@ def mean_rate(trace: Trace) -> float:
 
 
 def saturated_rate(trace: Trace, config: Any, cost: CostModel | None = None) -> float:
-    """Requests per second when all of them wait from the start: where a search begins."""
+    """Requests served per second when all of them wait from the start: where a search begins."""
     from simulator import replay
     from workloads.arrivals import retimed
 
-    return max(1e-6, float(replay(retimed(trace, "burst"), config, cost=cost).summary["requests_per_s"]))
+    run = replay(retimed(trace, "burst"), config, cost=cost)
+    if not run.summary["finished"]:
+        reasons = run.tables.column("requests", "reason")
+        why = next((str(reason) for reason in reasons if reason), "no reason given")
+        raise ExperimentError(f"capacity: none of {len(trace)} requests can be served, the first: {why}")
+    return max(1e-6, float(run.summary["requests_per_s"]))
 
 
 def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,14 +282,17 @@ def search_draw(task: Mapping[str, Any], config: Any, cost: CostModel | None = N
         least=guess / 1000,
     )  # fmt: skip
     at_high = bracket.at(bracket.high)
+    # What is served does not grow with the rate's last per cent: shares of the highest rate that holds are good enough.
+    served = bracket.at(bracket.low) or bracket.probes[0]
     return {
         "low": bracket.low,
         "high": bracket.high,
         "rate": bracket.rate,
         "limited_by": at_high.tightest if at_high else None,
-        "output_tokens_per_s": bracket.rate * float(trace.output_tokens.mean()),
-        "measured": bracket.probes[0].measured,
-        "rejected": bracket.probes[0].rejected,
+        "served_requests_per_s": bracket.rate * served.finished / served.measured,
+        "output_tokens_per_s": bracket.rate * served.output_tokens / served.measured,
+        "measured": served.measured,
+        "rejected": served.rejected,
         "probes": [asdict(probe) for probe in bracket.probes],
         **_engine_facts(trace, config, cost),
     }

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from experiments.prices import Price
 
 
+REQUESTS, DRAWS, TOLERANCE = 1000, 5, 0.01
+
+
 def register(app: typer.Typer) -> None:
     app.command("capacity")(capacity)
 
@@ -49,10 +52,14 @@ def capacity(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt lengths, if there is no trace: fixed:1024, ...")] = None,
     output: Annotated[str | None, typer.Option(help="Output lengths, if there is no trace: fixed:128, ...")] = None,
-    requests: Annotated[int, typer.Option(help="Requests of a draw.")] = 1000,
-    draws: Annotated[int, typer.Option(help="Draws of the workload; every setting sees the same.")] = 5,
-    tolerance: Annotated[float, typer.Option(help="Relative width to which a capacity is bracketed.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0)] = 0,
+    requests: Annotated[int | None, typer.Option(help=f"Requests of a draw; {REQUESTS} by default.")] = None,
+    draws: Annotated[
+        int | None, typer.Option(help=f"Draws of the workload, the same for every setting; {DRAWS} by default.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help=f"Relative width to which a capacity is bracketed; {TOLERANCE} by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws, or of --arrivals beside --smallest.", min=0)] = 0,
     smallest: Annotated[
         bool, typer.Option("--smallest", help="Fewest replicas that serve the trace as it is, in place of a rate.")
     ] = False,
@@ -93,17 +100,26 @@ def capacity(
     workload = _workload(trace, prompt, output)
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
-        _smallest(workload, axes, base, objective, chosen, prices, as_json, arrivals, report)
+        for name, value in (("--requests", requests), ("--draws", draws), ("--tolerance", tolerance)):
+            if value is not None:
+                raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
+        if arrivals is not None:
+            workload |= {"arrivals": arrivals, "seed": seed}
+        _smallest(workload, axes, base, objective, chosen, prices, as_json, report)
         return
+    draws = DRAWS if draws is None else draws
     from experiments.capacity_draws import draw_plan
     from experiments.capacity_study import find_capacities
     from experiments.progress import Progress
 
-    plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
+    plan = draw_plan(
+        workload, arrivals=arrivals, requests=REQUESTS if requests is None else requests, draws=draws, seed=seed
+    )
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
-            axes, base, plan, objective, count=draws, tolerance=tolerance, engine=chosen, report=progress
-        )
+            axes, base, plan, objective, count=draws, tolerance=TOLERANCE if tolerance is None else tolerance,
+            engine=chosen, report=progress,
+        )  # fmt: skip
     if report is not None:
         _write_report(report, study, _priced(study, prices, base))
     if as_json:
@@ -124,10 +140,10 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
         for number, draw in enumerate(setting.draws)
         for probe in draw["probes"]
     ]
-    measured = study.settings[0].measured
     notes = [
         f"Objective: {study.objective.spoken()}.",
-        f"Draws: {json.dumps(dict(study.draws))}; {measured} requests of each are measured in steady state.",
+        f"Draws: {json.dumps(dict(study.draws))}; {study.reference.measured} requests of each are measured in steady "
+        "state.",
         f"Intervals are 95 % (Student's t over draws), brackets of {study.tolerance:.1%} added.",
     ]
     for setting in study.settings:
@@ -138,8 +154,12 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
         for row in priced
     ]
     axes = ["setting", *(name for name in study.settings[0].values)]
+    about = (
+        "GPU-seconds are those of all devices, over requests served and tokens delivered; ratios are to "
+        f"{study.reference.label}."
+    )
     tables = [
-        RowTable("Capacities", rows, axes, "GPU-seconds are those of all devices; ratios are to the first setting."),
+        RowTable("Capacities", rows, axes, about),
         RowTable("Rates that were tried", probes, ["rate", "setting", "draw"], "Statistic over bound; at most 1: met."),
     ]
     write_report(path, question=f"At which rate does {study.objective.slo} still hold?", tables=tables, notes=notes)
@@ -157,9 +177,9 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
 
     say(f"highest rate with {study.objective.spoken()}")
     console.print(_table(study))
-    measured = study.settings[0].measured
+    measured = study.reference.measured
     say(
-        f"{len(study.settings[0].rates)} draws of {plan['requests']} requests, arrivals {plan['arrivals']}, {measured} "
+        f"{len(study.reference.rates)} draws of {plan['requests']} requests, arrivals {plan['arrivals']}, {measured} "
         "of each measured in steady state; intervals: 95 % (Student's t over draws, brackets of "
         f"{study.tolerance:.1%} added)"
     )
@@ -173,7 +193,10 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
         if setting.error:
             say(f"{setting.label}: {setting.error}")
         elif setting.rejected_share:
-            say(f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it and are left out")
+            say(
+                f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but count "
+                "neither as served nor in tokens, GPU-seconds or money"
+            )
     for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
         calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
         say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")
@@ -190,12 +213,13 @@ def _table(study: CapacityStudy) -> Table:
         table.add_column(heading, justify="left" if heading in ("setting", "limited by") else "right", no_wrap=True)
     table.add_column("GPU-s/request", justify="right", no_wrap=True)
     table.add_column("GPU-s/M tokens out", justify="right", no_wrap=True)
-    for number, (setting, row) in enumerate(zip(study.settings, study.rows())):
+    for setting, row in zip(study.settings, study.rows()):
         if setting.error:
             table.add_row(setting.label, "-", "", "", "", "cannot be run", "", "", "")
             continue
         interval = f"{row['requests_per_s_low']:.3g} to {row['requests_per_s_high']:.3g}"
-        ratio = (f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}") if number else ("", "")
+        ratio = (f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f} to {row['ratio_high']:.2f}")
+        ratio = ("", "") if setting is study.reference else ratio
         table.add_row(
             setting.label, f"{setting.rate:.3g}", interval, *ratio, setting.limited_by,
             f"{setting.output_tokens_per_s:,.0f}", f"{setting.gpu_seconds_per_request:.3g}",
@@ -231,7 +255,6 @@ def _smallest(
     engine: Engine,
     prices: list[Price],
     as_json: bool,
-    arrivals: str | None,
     report: Path | None,
 ) -> None:
     from dataclasses import asdict
@@ -241,8 +264,6 @@ def _smallest(
 
     if "file" not in workload:
         raise ExperimentError("--smallest: found no trace, expected the trace file that the cluster has to serve")
-    if arrivals is not None:
-        workload["arrivals"] = arrivals
     found = combinations(axes, base)
     tasks = {
         number: {**task, "kind": "cluster_size", "trace": workload, "objective": asdict(objective)}
@@ -322,6 +343,8 @@ def _spoken_size(row: dict[str, Any]) -> str:
         # JSON has no infinity, which is what a bound is missed by that all requests have to keep.
         worst = max([math.inf if value is None else value for value in below["tightness"].values()])
         text += f", with {needed - 1}: {below['tightest']} " + ("misses" if worst == math.inf else f"at {worst:.0%}")
+    if at["rejected"]:
+        text += f"; {at['rejected']} of {_count(at['measured'], 'request')} are too long for it and not served"
     return text + f" (costs: {at['cost_model']}{'' if at['calibrated'] else ', uncalibrated'})"
 
 

@@ -23,9 +23,10 @@ MOST_REQUESTS = 20_000
 
 @dataclass(frozen=True)
 class SettingCapacity:
-    """The capacity of one setting. rates: requests per second, one a draw. values: what makes the setting.
+    """The capacity of one setting. rates: arrivals per second, one a draw. values: what makes the setting.
 
     half_width: of the 95 % interval of the mean over draws (Student's t), the width of the brackets included.
+    served_requests_per_s, output_tokens_per_s: what is delivered at that rate; who is rejected arrives but is not served.
     """
 
     label: str
@@ -34,6 +35,7 @@ class SettingCapacity:
     half_width: float
     limited_by: str
     devices: int
+    served_requests_per_s: float
     output_tokens_per_s: float
     cost_model: str
     calibrated: bool
@@ -48,37 +50,47 @@ class SettingCapacity:
 
     @property
     def gpu_seconds_per_request(self) -> float:
-        return self.devices / self.rate if self.rate else math.inf
+        return self.devices / self.served_requests_per_s if self.served_requests_per_s else math.inf
 
     @property
     def gpu_seconds_per_million_output_tokens(self) -> float:
         return self.devices / self.output_tokens_per_s * 1e6 if self.output_tokens_per_s else math.inf
 
     def ratio_to(self, other: SettingCapacity) -> tuple[float, float, float]:
-        """Capacity over another's, draw by draw: geometric mean and its 95 % interval."""
+        """Capacity over another's, draw by draw: geometric mean and its 95 % interval, widened by both brackets."""
         from simulator.seeds import Spread
 
         if not self.rates or not other.rates or min(self.rates) == 0 or min(other.rates) == 0:
             return math.nan, math.nan, math.nan
+        if self is other:
+            return 1.0, 1.0, 1.0
         spread = Spread.of([math.log(a / b) for a, b in zip(self.rates, other.rates)])
-        width = 0.0 if self is other else spread.half_width
+        width = spread.half_width + self._bracket() + other._bracket()
         return math.exp(spread.mean), math.exp(spread.mean - width), math.exp(spread.mean + width)
+
+    def _bracket(self) -> float:
+        """Half the mean width of the brackets in the logarithm: a rate is the middle of its bracket there."""
+        return fmean(math.log(draw["high"] / draw["low"]) / 2 for draw in self.draws)
 
 
 @dataclass(frozen=True)
 class CapacityStudy:
-    """The capacities of all settings; the first one is what the others are compared with."""
+    """The capacities of all settings; the first that can be run is what the others are compared with."""
 
     objective: Objective
     draws: Mapping[str, Any]
     tolerance: float
     settings: tuple[SettingCapacity, ...]
 
+    @property
+    def reference(self) -> SettingCapacity:
+        return next((setting for setting in self.settings if not setting.error), self.settings[0])
+
     def rows(self) -> list[dict[str, Any]]:
         """One flat row per setting."""
         rows = []
         for setting in self.settings:
-            ratio, low, high = setting.ratio_to(self.settings[0])
+            ratio, low, high = setting.ratio_to(self.reference)
             rows.append(
                 {
                     "setting": setting.label,
@@ -90,6 +102,7 @@ class CapacityStudy:
                     "ratio_low": low,
                     "ratio_high": high,
                     "limited_by": setting.limited_by,
+                    "served_requests_per_s": setting.served_requests_per_s,
                     "output_tokens_per_s": setting.output_tokens_per_s,
                     "devices": setting.devices,
                     "gpu_seconds_per_request": setting.gpu_seconds_per_request,
@@ -212,13 +225,14 @@ def _setting(label: str, values: Values, results: list[Mapping[str, Any]]) -> Se
 
     failed = next((result["error"] for result in results if result["status"] == "failed"), "")
     if failed:
-        return SettingCapacity(label, values, (), math.nan, "", 0, 0.0, "", False, 0, error=failed)
+        return SettingCapacity(label, values, (), math.nan, "", 0, 0.0, 0.0, "", False, 0, error=failed)
     draws = [result["result"] for result in results]
     rates = tuple(float(draw["rate"]) for draw in draws)
     bracket = fmean((draw["high"] - draw["low"]) / 2 for draw in draws)
     limits = Counter(draw["limited_by"] for draw in draws)
     return SettingCapacity(
         label, values, rates, Spread.of(rates).half_width + bracket, limits.most_common(1)[0][0], draws[0]["devices"],
-        fmean(draw["output_tokens_per_s"] for draw in draws), draws[0]["cost_model"], draws[0]["calibrated"],
+        fmean(draw["served_requests_per_s"] for draw in draws), fmean(draw["output_tokens_per_s"] for draw in draws),
+        draws[0]["cost_model"], draws[0]["calibrated"],
         draws[0]["measured"], fmean(draw["rejected"] / draw["measured"] for draw in draws), tuple(draws),
     )  # fmt: skip

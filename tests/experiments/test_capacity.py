@@ -15,7 +15,7 @@ import pytest
 
 from experiments.capacity import Objective, Probe, find_rate, judge, search_draw
 from experiments.capacity_draws import draw_of, draw_plan
-from experiments.capacity_study import find_capacities
+from experiments.capacity_study import CapacityStudy, SettingCapacity, find_capacities
 from experiments.cluster_size import run_task as smallest_cluster
 from experiments.errors import ExperimentError
 from experiments.prices import Price, prices_for, read_prices
@@ -58,6 +58,52 @@ def test_who_is_turned_away_because_of_overload_is_not_served() -> None:
     assert run.summary["rejected"] > 10
     probe = judge(run.tables, Objective.of("ttft_p99=1000"), np.ones(30, dtype=bool), 1.0)
     assert (probe.holds, probe.tightest, probe.rejected) == (False, "requests that did not finish", 0)
+
+
+@pytest.mark.parametrize("attainment", [None, 0.9])
+def test_who_is_too_long_arrives_but_brings_no_tokens_and_costs_no_money(attainment: float | None) -> None:
+    """Every second prompt is too long. One fixed service time: twice as many may arrive as can be served."""
+    from workloads import Trace
+
+    lengths = [16, 5000] * 100
+    trace = trace_of([(0.1 * row, prompt, 3) for row, prompt in enumerate(lengths)])
+    config = ReplayConfig(max_num_seqs=1, num_blocks=1000, max_model_len=100)
+    task = {"objective": asdict(Objective.of("ttft_mean=1", attainment)), "tolerance": 0.01, "draws": {}, "draw": 0}
+    assert isinstance(trace, Trace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.capacity_draws.draw_of", lambda plan, number: trace)
+        found = search_draw(task, config, ConstantCost(10**8))
+    assert found["rejected"] == 70
+    assert found["measured"] == 140
+    assert found["served_requests_per_s"] == pytest.approx(found["rate"] / 2)
+    assert found["output_tokens_per_s"] == pytest.approx(3 * found["rate"] / 2)
+    assert 3 < found["served_requests_per_s"] < 3.7  # three steps of 0.1 s each; a short run ends in a queue
+
+
+def test_a_draw_of_which_nothing_can_be_served_is_one_clear_line() -> None:
+    draws = draw_plan({"prompt": "fixed:500", "output": "fixed:5"}, arrivals="poisson", requests=100, draws=2, seed=0)
+    base = {**BASE, "max_model_len": 100}
+    with pytest.raises(ExperimentError, match=r"none of 100 requests can be served, the first: .*100"):
+        find_capacities({"policy": ["chunked"]}, base, draws, Objective.of("tbt_p99=0.2"), count=2)
+
+
+def setting(label: str, *brackets: tuple[float, float], error: str = "") -> SettingCapacity:
+    draws = tuple({"low": low, "high": high} for low, high in brackets)
+    rates = tuple(math.sqrt(low * high) for low, high in brackets)
+    return SettingCapacity(label, {}, rates, 0.1, "tbt", 1, 1.0, 1.0, "roofline", True, 10, draws=draws, error=error)
+
+
+def test_a_ratio_is_no_sharper_than_the_brackets_of_its_two_rates() -> None:
+    one, two = setting("one", (1.0, 1.02), (2.0, 2.04)), setting("two", (1.0, 1.02), (2.0, 2.04))
+    assert two.ratio_to(one) == pytest.approx((1.0, 1 / 1.02, 1.02))  # true rates may lie at opposite ends
+    assert one.ratio_to(one) == (1.0, 1.0, 1.0)
+
+
+def test_settings_are_compared_with_the_first_that_can_be_run() -> None:
+    failed, one, two = setting("failed", error="too large"), setting("one", (1.0, 1.0)), setting("two", (2.0, 2.0))
+    study = CapacityStudy(Objective.of("tbt_p99=1"), {}, 0.01, (failed, one, two))
+    assert study.reference is one
+    assert [row["ratio"] for row in study.rows()[1:]] == pytest.approx([1.0, 2.0])
 
 
 SERVICE_S = 0.1
@@ -225,3 +271,15 @@ def test_the_report_of_the_smallest_cluster_holds_every_size_that_was_tried(tmp_
     assert done.exit_code == 0, done.output
     assert "Sizes that were tried" in page.read_text()
     assert "a100: 2 replicas" in page.read_text()
+
+
+def test_the_smallest_cluster_heeds_the_seed_of_arrivals_and_refuses_what_it_does_not_use() -> None:
+    from tests.hardening.command_line import run
+
+    command = ["experiments", "capacity", "examples/trace.csv", "--smallest", "--workers", "0", "--json", "--gpus", "h100", "--set", "cost_model=roofline"]  # fmt: skip
+    poisson = ["--arrivals", "poisson:5", "--seed"]
+    sizes = [json.loads(run(*command, *poisson, seed).out)["settings"][0]["tried"]["1"] for seed in ("1", "2", "1")]
+    assert sizes[0] == sizes[2] != sizes[1]
+    ended = run(*command, "--draws", "3")
+    assert ended.code == 2
+    assert "--draws: found beside --smallest" in ended.err

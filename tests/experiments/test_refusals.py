@@ -61,6 +61,7 @@ def test_a_grid_that_sorts_by_an_objective_has_to_say_which_way(tmp_path: Path) 
 
 def test_a_bound_that_nothing_keeps_is_told_without_a_number() -> None:
     at = {"tightest": "e2e", "tightness": {"e2e": 0.5}, "cost_model": "roofline", "calibrated": True}
+    at |= {"measured": 9, "rejected": 0}
     below = {"tightest": "e2e", "tightness": {"e2e": math.inf, "ttft": 0.2}}
     row = {"error": "", "replicas": 2, "devices": 2, "gpu_seconds": 10.0, "tried": {"1": below, "2": at}}
     assert "with 1: e2e misses" in _spoken_size(json_ready(row))
