@@ -29,7 +29,14 @@ SAME = (
     "policy", "knobs", "model", "dtype", "num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len",
     "tp", "pp", "trace",
 )  # fmt: skip
-"""What repeats of one live run have in common."""
+"""What repeats of one live run have in common, beside all settings of `live` but its seed."""
+
+UNKNOWN = {
+    "preemption": ("recompute", "what moving a block took is not in its folder"),
+    "ladder": (None, "it acts on times and rates that are not in its folder"),
+    "kv_compression": (None, "costs of packed keys and values are not in its folder"),
+}
+"""Settings of a live run that cannot be simulated from its folder, unless they are as given here, and why."""
 
 
 @dataclass
@@ -98,26 +105,58 @@ def trace_of_run(run: RunTables) -> Trace:
     )  # fmt: skip
 
 
+def config_of_run(run: RunTables, path: Path) -> ReplayConfig:
+    """How the simulator serves what a live run served. ExperimentError for a run that its folder says too little of."""
+    from simulator.config import ReplayConfig
+
+    config, live, knobs = run.config, run.config.get("live", {}), dict(run.config["knobs"])
+    for name, (plain, why) in UNKNOWN.items():
+        if live.get(name, plain) != plain:
+            flag = name.replace("_", "-")
+            raise ExperimentError(f"{path}: found a live run with --{flag} {live[name]}, expected one without: {why}")
+    if (live.get("prefix_caching") or knobs.get("prefix_caching")) and run.column("requests", "cached_tokens").any():
+        raise ExperimentError(
+            f"{path}: found a live run whose requests shared prefixes, expected one without: its folder does not say "
+            "which texts are equal"
+        )
+    if config.get("ahead"):
+        if "async_scheduling" not in knobs:
+            raise ExperimentError(
+                f"{path}: found a live run of {config['policy']} with --ahead, expected one without: the simulator "
+                "plans ahead under policies with the knob async_scheduling alone"
+            )
+        knobs["async_scheduling"] = True
+    split = config.get("layer_split")
+    return ReplayConfig(
+        policy=str(config["policy"]), knobs=knobs, model=str(config["model"]), tp=int(config.get("tp") or 1),
+        pp=int(config.get("pp") or 1), layer_split=tuple(split) if split else None,
+        token_budget=config["token_budget"], max_num_seqs=config["max_num_seqs"],
+        max_model_len=config["max_model_len"], block_size=config["block_size"], num_blocks=config["num_blocks"],
+        watermark=live.get("watermark"), chase_chunks=bool(live.get("chase_chunks")),
+        prefix_caching=bool(live.get("prefix_caching")), warmup=live.get("warmup"),
+    )  # fmt: skip
+
+
+def _live(run: RunTables) -> dict[str, Any]:
+    return {name: value for name, value in run.config.get("live", {}).items() if name != "seed"}
+
+
 def _against_ours(
     runs: Sequence[RunTables], paths: Sequence[Path], cost_model: str, gpu: str | None, say: Callable[[str], None]
 ) -> AgainstResult:
-    from simulator.config import ReplayConfig
-
     first = runs[0].config
     for run, path in zip(runs, paths):
-        same = all(run.config.get(key) == first.get(key) for key in SAME)
+        same = all(run.config.get(key) == first.get(key) for key in SAME) and _live(run) == _live(runs[0])
         if run.config.get("world") != "live" or not same:
             raise ExperimentError(
                 f"{path}: found a run of another world, policy, engine or trace, expected repeats of one live run"
             )
+    config = config_of_run(runs[0], paths[0])
     trace = trace_of_run(runs[0])
-    tp, pp = (int(first.get(key) or 1) for key in ("tp", "pp"))
-    cost = _cost(cost_model, str(first["model"]), gpu, str(first.get("dtype", "auto")), tp, pp)
-    config = ReplayConfig(
-        policy=str(first["policy"]), knobs=first["knobs"], model=str(first["model"]), tp=tp, pp=pp,
-        token_budget=first["token_budget"], max_num_seqs=first["max_num_seqs"],
-        max_model_len=first["max_model_len"], block_size=first["block_size"],
-        num_blocks=first["num_blocks"], watermark=first.get("live", {}).get("watermark"),
+    kv_dtype = first.get("kv_dtype") if first.get("kv_dtype") != first.get("dtype") else "auto"
+    cost = _cost(
+        cost_model, config.model, gpu, str(first.get("dtype", "auto")), config.tp, config.pp, config.layer_split,
+        str(kv_dtype),
     )  # fmt: skip
     comparisons, simulated = _compare(str(first["policy"]), trace, config, cost, [run.summary for run in runs], say)
     agreements, fed, residuals = {}, {}, []
@@ -153,22 +192,42 @@ def _against_other(
     )  # fmt: skip
 
 
-def _cost(cost_model: str, model: str, gpu: str | None, dtype: str, tp: int = 1, pp: int = 1) -> CostModel:
+def _cost(
+    cost_model: str,
+    model: str,
+    gpu: str | None,
+    dtype: str,
+    tp: int = 1,
+    pp: int = 1,
+    layer_split: tuple[int, ...] | None = None,
+    kv_dtype: str = "auto",
+) -> CostModel:
     """Fitted iterations, whole ones or those of a pipeline's stages, need no device; anything else is about one."""
     from profiler import load_cost_model, load_model_spec
     from profiler.iteration_file import is_iteration_fit, load_iterations
+    from profiler.layer_split import split_layers
     from profiler.staged_model import is_staged_fit, load_staged
 
     spec = load_model_spec(model)
     if is_staged_fit(cost_model):
-        return load_staged(cost_model, spec, tp=tp, pp=pp)
+        staged = load_staged(cost_model, spec, tp=tp, pp=pp)
+        even = split_layers(spec.layers, pp)
+        measured = tuple(staged.fit.stages[0].provenance.get("measured", {}).get("layer_split") or even)
+        asked = layer_split or even
+        if measured != asked:
+            raise ExperimentError(
+                f"--cost-model {cost_model}: was measured with {measured} layers a stage, the run had {asked}"
+            )
+        return staged
     if is_iteration_fit(cost_model):
         return load_iterations(cost_model, spec, pp=pp)  # iterations of ranks that share layers are whole ones, too
     if gpu is None:
         raise ExperimentError(
             f"--cost-model {cost_model}: needs the device: give --gpu, or the model.json of a validation"
         )
-    return load_cost_model(model, gpu, cost_model=cost_model, dtype=dtype, tp=tp, pp=pp)
+    return load_cost_model(
+        model, gpu, cost_model=cost_model, dtype=dtype, kv_dtype=kv_dtype, tp=tp, pp=pp, layer_split=layer_split
+    )
 
 
 def _compare(

@@ -253,5 +253,6 @@ def scheduler_of(live: RunTables, cost: Any = None) -> Scheduler:
         ahead=bool(config.get("ahead")) or None,
         micro_batches=int(config.get("pp") or 1),
         chase_chunks=bool(config["live"].get("chase_chunks")),
+        prefix_caching=bool(config["live"].get("prefix_caching")),
         **known,
     )

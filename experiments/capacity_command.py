@@ -194,8 +194,8 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
             say(f"{setting.label}: {setting.error}")
         elif setting.rejected_share:
             say(
-                f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but count "
-                "neither as served nor in tokens, GPU-seconds or money"
+                f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but "
+                "count neither as served nor in tokens, GPU-seconds or money"
             )
     for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
         calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)

@@ -26,7 +26,7 @@ class SettingCapacity:
     """The capacity of one setting. rates: arrivals per second, one a draw. values: what makes the setting.
 
     half_width: of the 95 % interval of the mean over draws (Student's t), the width of the brackets included.
-    served_requests_per_s, output_tokens_per_s: what is delivered at that rate; who is rejected arrives but is not served.
+    served_requests_per_s, output_tokens_per_s: delivered at that rate; who is rejected arrives but is not served.
     """
 
     label: str

@@ -109,6 +109,7 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
         policy=str(config["policy"]), knobs=config["knobs"], model=str(config["model"]), leaps=False,
         token_budget=config["token_budget"], max_num_seqs=config["max_num_seqs"], max_model_len=config["max_model_len"],
         block_size=config["block_size"], num_blocks=config["num_blocks"], watermark=config["live"].get("watermark"),
+        prefix_caching=bool(config["live"].get("prefix_caching")),
     )  # fmt: skip
     moved = _as_planned(live, trace, planned, end, plans)
     plain = make_engine(replay, moved, cost)

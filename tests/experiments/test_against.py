@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from experiments.against import trace_of_run, validate_against
+from executor.config import LiveConfig
+from executor.live import LiveRun, replay_live
+from experiments.against import config_of_run, trace_of_run, validate_against
 from experiments.errors import ExperimentError
 from experiments.other_runs import read_other_run
 from experiments.validate_explore import write_explorable_against
+from metrics import RunTables
+from metrics.tables import TABLES
 from workloads import Trace
 
 BENCH = {
@@ -81,19 +87,74 @@ def test_another_engines_log_is_simulated_and_compared(tmp_path: Path) -> None:
         validate_against([file], cost_model="auto", gpu=None, model="x", options={}, say=lambda _: None)
 
 
-def test_a_run_folder_is_planned_again_batch_by_batch(tmp_path: Path) -> None:
-    from executor.config import LiveConfig
-    from executor.live import replay_live
+ARRIVALS = np.array([0, 1, 2, 30]) * 1_000_000
+PROMPTS, OUTPUTS = np.array([90, 20, 200, 9]), np.array([6, 12, 3, 8])
+FOUR = Trace("four", ARRIVALS, PROMPTS, OUTPUTS, OUTPUTS)
 
-    arrivals = np.array([0, 1, 2, 30]) * 1_000_000
-    prompts, outputs = np.array([90, 20, 200, 9]), np.array([6, 12, 3, 8])
-    trace = Trace("four", arrivals, prompts, outputs, outputs)
-    run = replay_live(trace, LiveConfig(model="nano", policy="vllm_v1", token_budget=64))
+
+def served(**settings: Any) -> LiveRun:
+    return replay_live(FOUR, LiveConfig(model="nano", policy="vllm_v1", token_budget=64, **settings))
+
+
+def told(run: LiveRun, requests: pa.Table | None = None, **config: Any) -> RunTables:
+    """The same run with other settings in its config, or another table of requests."""
+    live = {**run.config["live"], **{name: value for name, value in config.items() if name not in run.config}}
+    tables = {name: run.tables.table(name) for name in TABLES}
+    tables["requests"] = run.tables.requests if requests is None else requests
+    return RunTables(tables, {**run.config, **config, "live": live}, run.summary)
+
+
+def test_every_setting_of_a_live_run_that_changes_batches_is_simulated_or_refused(tmp_path: Path) -> None:
+    run = served()
+    same = config_of_run(
+        told(run, chase_chunks=True, prefix_caching=True, layer_split=[3, 1], pp=2, warmup="1"), tmp_path
+    )
+    assert (same.chase_chunks, same.prefix_caching, same.layer_split, same.pp) == (True, True, (3, 1), 2)
+    assert same.warmup == "1"
+    assert config_of_run(told(run, ahead=True), tmp_path).knobs["async_scheduling"]
+    for settings, message in [
+        ({"preemption": "swap"}, "--preemption swap, expected one without"),
+        ({"ladder": "preempt"}, "--ladder preempt, expected one without"),
+        ({"kv_compression": "kivi4"}, "--kv-compression kivi4, expected one without"),
+        ({"ahead": True, "knobs": {}, "policy": "orca"}, "of orca with --ahead"),
+    ]:
+        with pytest.raises(ExperimentError, match=message):
+            config_of_run(told(run, **settings), tmp_path)
+    column = run.tables.requests.schema.get_field_index("cached_tokens")
+    shared = run.tables.requests.set_column(column, "cached_tokens", pa.array([0, 16, 0, 0], pa.int64()))
+    with pytest.raises(ExperimentError, match="requests shared prefixes"):
+        config_of_run(told(run, shared, prefix_caching=True), tmp_path)
+
+
+def test_repeats_of_a_run_have_all_settings_but_the_seed_in_common(tmp_path: Path) -> None:
+    one, two, other = served(), served(seed=1), served(prefix_caching=True)
+    folders = [run.write(tmp_path / name) for run, name in ((one, "one"), (two, "two"), (other, "other"))]
+    options: dict[str, Any] = {"cost_model": "roofline", "gpu": "h100", "model": None, "options": {}}
+    assert len(validate_against(folders[:2], **options, say=lambda _: None).agreements) == 2
+    with pytest.raises(ExperimentError, match="other: found a run of another world, policy, engine or trace"):
+        validate_against([folders[0], folders[2]], **options, say=lambda _: None)
+
+
+def test_a_run_with_a_prefix_cache_that_found_nothing_is_planned_again(tmp_path: Path) -> None:
+    """Requests that are preempted find their own blocks again: the cache must be simulated for that alone."""
+    run = replay_live(
+        Trace("pressed", np.zeros(4, int), np.full(4, 60), np.full(4, 60), np.full(4, 60)),
+        LiveConfig(model="nano", policy="vllm_v1", prefix_caching=True, num_blocks=20),
+    )
+    assert run.summary["preemptions"] > 0
+    folder = run.write(tmp_path / "live")
+    result = validate_against([folder], cost_model="roofline", gpu="h100", model=None, options={}, say=lambda _: None)
+    fed = result.fed["live"]
+    assert result.agreements["live"].exact
+    assert not isinstance(fed, str)
+    assert fed.exact
+
+
+def test_a_run_folder_is_planned_again_batch_by_batch(tmp_path: Path) -> None:
+    run = served()
     folder = run.write(tmp_path / "live")
     again = trace_of_run(run.tables)
-    assert again.same_requests(
-        Trace("four", arrivals, prompts, outputs, outputs, priority=np.zeros(4), session=[None] * 4, slo=[None] * 4)
-    )
+    assert again.same_requests(replace(FOUR, priority=np.zeros(4), session=[None] * 4, slo=[None] * 4))
     result = validate_against([folder], cost_model="roofline", gpu="h100", model=None, options={}, say=lambda _: None)
     assert result.agreements["live"].exact
     fed = result.fed["live"]
