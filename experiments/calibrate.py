@@ -21,6 +21,7 @@ from experiments.stage_files import read_json, write_json
 from experiments.validate import Validation
 from experiments.validate_report import as_dict, blocks, in_short
 from experiments.validate_settings import Settings
+from policies.output_file import whole_file
 
 if TYPE_CHECKING:
     from experiments.validate import Result
@@ -62,15 +63,20 @@ def calibrate(what: Calibration, out: Path, say: Callable[[str], None]) -> Resul
 
 
 def settings_of(what: Calibration, out: Path) -> Settings:
-    """The validation behind a calibration; its trace is generated once."""
-    from workloads import generate, write_trace
+    """The validation behind a calibration; its trace is generated once, and another one is refused."""
+    from workloads import generate, read_trace, write_trace
 
     trace = out / "trace.csv"
+    made = generate(
+        requests=what.requests, arrivals="poisson:1", prompt=what.prompt, output=what.output, seed=what.engine.seed
+    )
     if not trace.exists():
-        made = generate(
-            requests=what.requests, arrivals="poisson:1", prompt=what.prompt, output=what.output, seed=what.engine.seed
-        )
         write_trace(made, trace)
+    elif not read_trace(trace).same_requests(made):
+        raise ExperimentError(
+            f"{out}: holds a calibration with another --prompt, --output, --requests or --seed; choose another --out "
+            "or remove it"
+        )
     on_cpu = what.engine.device == "cpu"
     return Settings(
         trace=str(trace), policies=what.policies, engine=what.engine, rows=(0, what.requests), repeats=what.repeats,
@@ -153,12 +159,31 @@ def write_report(
 
 
 def slim(out: Path, say: Callable[[str], None]) -> None:
-    """Keep the folder under 16 MiB: what only explains goes first (figures for print, then the runs' stage tables)."""
-    for pattern in ("**/figures/*.pdf", "**/stages.parquet", "**/tokens.parquet"):
+    """Keep the folder under 16 MiB: figures for print go first, which a second start draws again, then tables are
+    packed tighter. Nothing that a second start reads is removed, so a folder may stay too large; it is said then."""
+    if folder_bytes(out) > MAX_BYTES:
+        removed = [path.unlink() for path in out.glob("**/figures/*.pdf")]
+        if removed:
+            say(f"removed {len(removed)} figures for print to stay under {MAX_BYTES >> 20} MiB")
+    for table in sorted(out.glob("**/*.parquet"), key=lambda path: path.stat().st_size, reverse=True):
         if folder_bytes(out) <= MAX_BYTES:
             return
-        removed = [path.unlink() for path in out.glob(pattern)]
-        say(f"removed {len(removed)} files ({pattern}) to stay under {MAX_BYTES >> 20} MiB")
+        _pack(table)
+    if (size := folder_bytes(out)) > MAX_BYTES:
+        say(f"{out}: {size / 2**20:.1f} MiB, more than {MAX_BYTES >> 20}; fewer --requests make it smaller")
+
+
+def _pack(table: Path) -> None:
+    """The same table in fewer bytes: times hardly repeat, but their bytes do, place by place."""
+    import pyarrow.parquet as pq
+
+    content = pq.read_table(table)  # with its metadata, where a profile says where it comes from
+    times = [field.name for field in content.schema if str(field.type) == "double"]
+    others = [name for name in content.schema.names if name not in times]
+    with whole_file(table, ExperimentError) as part:
+        pq.write_table(
+            content, part, compression="zstd", compression_level=19, use_byte_stream_split=times, use_dictionary=others
+        )
 
 
 def folder_bytes(folder: Path) -> int:

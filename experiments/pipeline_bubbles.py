@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.document import Block, Heading, Table, Text
+from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
+from experiments.validate_settings import load_name
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -48,8 +50,8 @@ class BubbleComparison:
     @property
     def verdict(self) -> str:
         if abs(self.difference) <= AIM:
-            return "within aim"
-        return "within spread" if abs(self.difference) <= self.spread else "outside"
+            return WITHIN_AIM
+        return WITHIN_SPREAD if abs(self.difference) <= self.spread else OUTSIDE
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "difference": self.difference, "spread": self.spread, "verdict": self.verdict}
@@ -93,9 +95,13 @@ def bubbles_in_short(rows: Sequence[BubbleComparison]) -> list[str]:
     if not totals:
         return []
     causes = [row for row in rows if row.cause != ALL]
-    good = sum(row.verdict != "outside" for row in causes)
+    good = sum(row.verdict != OUTSIDE for row in causes)
     decided, agreed = ranked(rows)
-    text = ", ".join(f"`{row.policy}` {row.simulated:.1%} for {row.live:.1%}" for row in totals)
+    loads = len({row.load for row in totals}) > 1
+    text = ", ".join(
+        f"`{row.policy}`{f' at {load_name(row.load)}' if loads else ''} {row.simulated:.1%} for {row.live:.1%}"
+        for row in totals
+    )
     return [
         f"Bubbles, predicted for live: {text}; {good} of {len(causes)} shares by cause within {AIM * 100:.0f} points "
         f"or the repeats' spread; {agreed} of {decided} decided pairs of policies in the live order."
@@ -104,9 +110,9 @@ def bubbles_in_short(rows: Sequence[BubbleComparison]) -> list[str]:
 
 def bubble_blocks(rows: Sequence[BubbleComparison]) -> list[Block]:
     """The report's section."""
-    marks = {"within aim": "good", "within spread": "good", "outside": "bad"}
+    marks = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad"}
     lines = [
-        (row.policy, f"{row.load:.0%}", row.cause, f"{row.simulated:.1%}", f"{row.live:.1%}",
+        (row.policy, load_name(row.load), row.cause, f"{row.simulated:.1%}", f"{row.live:.1%}",
          f"{row.live_low:.1%} to {row.live_high:.1%}", f"{100 * row.difference:+.1f}", row.verdict)
         for row in rows
         if row.cause == ALL or max(row.simulated, row.live_high) >= 0.0005

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ import numpy as np
 from experiments.agreement import Agreement, agreement, scheduler_of
 from experiments.drift import Probe, gauged_speed, speed_around, write_gauge
 from experiments.errors import ExperimentError
-from experiments.live_side import EngineChoice, LiveSide, PolicyChoice
+from experiments.live_side import LiveSide, PolicyChoice
 from experiments.measured_times import Fed, feed, why_not_fed
 from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
 from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
-from experiments.validate_settings import Settings, slice_of
+from experiments.validate_settings import Settings, claim_folder, load_name, slice_of
 from experiments.wandering import slowness_over_time, wandering_run
 from policies.input_file import parse_json, read_text
 from policies.output_file import write_text
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from workloads import Trace
 
 Say = Callable[[str], None]
-VERSION = 1
 DRY_LOAD = 1.15
 """The dry run that says where to measure is loaded this much more than the live runs will be."""
 
@@ -82,7 +81,7 @@ class Validation:
         self.trace = slice_of(settings)
         longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
         self.live_side = LiveSide(settings.engine, longest)
-        self._claim_folder()
+        claim_folder(self.out, settings, profile)
 
     def run(self) -> Result:
         """Every stage that is not done yet, then the comparison."""
@@ -207,7 +206,7 @@ class Validation:
                 ensemble = folder.with_name(folder.name + ".ensemble.json")
                 if ensemble.exists():
                     continue
-                self.say(f"predict: {policy.label} at {load:.0%} load")
+                self.say(f"predict: {policy.label} at {load_name(load)} load")
                 self._simulate(trace, policy, model).write(folder)
                 draws = [
                     self._simulate(trace, policy, model.perturbed(seed)).summary
@@ -231,7 +230,7 @@ class Validation:
             trace = self._at(capacity, load)
             spans = float(trace.arrival_ns[-1]) / 1e9
             self.say(
-                f"live: {policy.label} at {load:.0%} load, repeat {repeat + 1} ({number + 1} of {len(todo)}, "
+                f"live: {policy.label} at {load_name(load)} load, repeat {repeat + 1} ({number + 1} of {len(todo)}, "
                 f"at least {spans:.0f} s)"
             )
             gauge = self.live_side.new_gauge()
@@ -371,25 +370,6 @@ class Validation:
         folder = self._live_folder(repeat, load, policy)
         return folder.with_name(folder.name + ".gauge.json")
 
-    def _claim_folder(self) -> None:
-        file = self.out / "settings.json"
-        ours = {"version": VERSION, **self.settings.as_dict()}
-        ours.pop("repeats")  # more repeats may be asked for later
-        if file.exists():
-            theirs = read_json(file)
-            theirs["engine"] = {**asdict(EngineChoice()), **theirs.get("engine", {})}  # older ones lack new fields
-            if theirs != ours:
-                key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-                raise ExperimentError(
-                    f"{self.out}: holds a validation with another {key} ({theirs.get(key)}, now {ours.get(key)}); "
-                    "choose another --out or remove it"
-                )
-            return
-        if self.out.exists() and any(self.out.iterdir()):
-            raise ExperimentError(f"{self.out}: found a folder with something else in it; choose another --out")
-        self.out.mkdir(parents=True, exist_ok=True)
-        write_json(file, ours)
-
 
 def _repeated(trace: Trace, count: int) -> Trace:
     return trace.rearranged(np.tile(np.arange(len(trace)), count), np.zeros(count * len(trace), np.int64))
@@ -397,4 +377,4 @@ def _repeated(trace: Trace, count: int) -> Trace:
 
 def _turn(policy: PolicyChoice, load: float, repeat: int) -> str:
     """A live run's name in the report and in the probes."""
-    return f"{policy.label}, {load:.0%} load, repeat {repeat + 1}"
+    return f"{policy.label}, {load_name(load)} load, repeat {repeat + 1}"

@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def rescaled_verdict(self) -> str:
-        """The same for the prediction at the probed speed."""
+        """The same for the prediction at the told speed."""
         return self._judged(self.rescaled_error)
 
     def _judged(self, error: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.validate_report import in_short
+from experiments.validate_settings import load_name
 
 if TYPE_CHECKING:
     from experiments.against import AgainstResult
@@ -35,8 +36,8 @@ def write_explorable(path: Path, result: Result) -> Path:
             runs[f"{policy} live"] = result.live[at, policy][0]
     settings = result.settings
     notes = [
-        f"Runs are those at {load:.0%} of the measured capacity of {result.capacity:.3g} requests/s; of the live ones "
-        f"the first of {settings.repeats} repeats.",
+        f"Runs are those at {load_name(load)} of the measured capacity of {result.capacity:.3g} requests/s; of the "
+        f"live ones the first of {settings.repeats} repeats.",
         f"Model {settings.engine.model}; rows {settings.rows[0]} to {settings.rows[1]} of {result.trace_name}.",
         *in_short(result),
     ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.validate_compare import Iterations, aim_of
+from experiments.validate_settings import load_name
 from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, legend_above, new_figure, styles_for
 from metrics.latencies import finished_latencies
 
@@ -53,7 +54,7 @@ def errors_figure(result: Result) -> Figure:
                         [place - 0.45, place + 0.45], 1 - aim, 1 + aim, color="#009E73", alpha=0.12, lw=0
                     )
             panel.axhline(1.0, color="#333333", linewidth=0.6)
-            panel.set_ylabel(f"predicted / live\n({load:.0%} load)")
+            panel.set_ylabel(f"predicted / live\n({load_name(load)} load)")
         axes[-1, 0].set_xticks(range(len(_SHOWN)), [_name(statistic) for statistic in _SHOWN])
         legend_above(figure, axes[0, 0], len(labels))
     return figure
@@ -101,7 +102,7 @@ def distributions_figure(result: Result) -> Figure:
                         )
                 for panel, values in zip(line, _latencies(result.simulated[load, label])):
                     panel.plot(*_cdf(values), color=colour, linewidth=1.4, linestyle=(0, (3, 1.2)))
-            line[0].set_ylabel(f"fraction of requests\n({load:.0%} load)")
+            line[0].set_ylabel(f"fraction of requests\n({load_name(load)} load)")
         for panel, name in zip(axes[-1], ("TTFT (s)", "TPOT (s)", "E2E (s)")):
             panel.set_xlabel(name)
         legend_above(figure, axes[0, 0], len(labels))

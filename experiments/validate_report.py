@@ -14,6 +14,7 @@ from experiments.drift import changed, typical_speed
 from experiments.pipeline_bubbles import bubble_blocks, bubbles_in_short
 from experiments.stage_files import write_json
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, pooled_error, rank
+from experiments.validate_settings import load_name
 from metrics.report import format_value
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def blocks(result: Result) -> list[Block]:
     story: list[Block] = [
         Heading(f"Prediction and live run: {settings.engine.model}, {result.trace_name}", 1),
         Text(
-            f"{result.requests} requests, {', '.join(f'{load:.0%}' for load in settings.loads)} of the measured "
+            f"{result.requests} requests, {', '.join(f'{load_name(load)}' for load in settings.loads)} of the measured "
             f"capacity of {result.capacity:.3g} requests/s, {len(settings.policies)} policies, {settings.repeats} live "
             "repeats of each. Predictions come from the profile alone and were made before the live runs. Errors are "
             "predicted over live, minus 1."
@@ -54,7 +55,7 @@ def blocks(result: Result) -> list[Block]:
     for load in settings.loads:
         for policy in settings.policies:
             rows = [row for row in result.comparisons if row.load == load and row.policy == policy]
-            story += [Heading(f"`{policy}`, {load:.0%} load", 3), statistics_table(rows)]
+            story += [Heading(f"`{policy}`, {load_name(load)} load", 3), statistics_table(rows)]
     if result.simulated:
         story.append(
             Picture(
@@ -136,7 +137,7 @@ def in_short(result: Result) -> list[str]:
             worst = max(errors, key=lambda row: abs(row.error))
             text = ", ".join(f"{row.error:+.1%}" for row in errors)
             found.append(
-                f"{title}, mean: {text} (largest: `{worst.policy}` at {worst.load:.0%} load, live spread "
+                f"{title}, mean: {text} (largest: `{worst.policy}` at {load_name(worst.load)} load, live spread "
                 f"{worst.spread:.1%})."
             )
     if total:
@@ -236,7 +237,7 @@ def trust(comparisons: Sequence[Comparison]) -> list[str]:
 
 def statistics_table(rows: Sequence[Comparison]) -> Table:
     header = (
-        "statistic", "predicted", "interval", "live", "live range", "error", "spread", "at probed speed", "left at "
+        "statistic", "predicted", "interval", "live", "live range", "error", "spread", "at told speed", "left at "
         "live speed", "aim",
         "verdict",
     )  # fmt: skip
@@ -279,7 +280,7 @@ def ranking_table(result: Result) -> Table:
     for found in result.rankings:
         wrong = ", ".join(f"{one} / {other}" for one, other in found.wrong) or "none"
         lines.append(
-            (f"{found.statistic}, {found.load:.0%}", f"{found.decided} of {found.pairs}", str(found.agreed),
+            (f"{found.statistic}, {load_name(found.load)}", f"{found.decided} of {found.pairs}", str(found.agreed),
              " < ".join(found.live_order), " < ".join(found.simulated_order), wrong)
         )  # fmt: skip
     return Table(("statistic, load", "decided pairs", "agreed", "live order", "predicted order", "wrong"), lines)

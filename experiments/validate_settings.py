@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.errors import ExperimentError
 from experiments.live_side import EngineChoice
+from experiments.stage_files import read_json, write_json
+from policies.input_file import checked_file
 
 if TYPE_CHECKING:
     from workloads import Trace
+
+VERSION = 1
+"""Of a validation's folder."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,43 @@ class Settings:
         for load in self.loads:
             if not 0 < load < 10:
                 raise ExperimentError(f"--load: found {load:g}, expected a share of capacity such as 0.6")
+        if len({load_name(load) for load in self.loads}) < len(self.loads):
+            raise ExperimentError("--load: found two that agree to six digits, expected loads that can be told apart")
 
     def as_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+
+def load_name(load: float) -> str:
+    """A load as people and files name it: 0.6 is "60%", 0.625 is "62.5%"."""
+    return f"{100 * load:g}%"
+
+
+def claim_folder(out: Path, settings: Settings, profile: Path | None) -> None:
+    """Make `out` the folder of these settings, or see that it is; ExperimentError if it is something else's.
+
+    profile: one that is to be used instead of measuring. It is known by its content, wherever it lies.
+    """
+    digest = None
+    if profile is not None:
+        digest = hashlib.sha256(checked_file(profile, ExperimentError).read_bytes()).hexdigest()[:16]
+    file = out / "settings.json"
+    ours = {"version": VERSION, "profile": digest, **settings.as_dict()}
+    ours.pop("repeats")  # more repeats may be asked for later
+    if file.exists():
+        theirs = {"profile": None, **read_json(file)}  # older ones lack new fields
+        theirs["engine"] = {**asdict(EngineChoice()), **theirs.get("engine", {})}
+        if theirs != ours:
+            key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+            raise ExperimentError(
+                f"{out}: holds a validation with another {key} ({theirs.get(key)}, now {ours.get(key)}); "
+                "choose another --out or remove it"
+            )
+        return
+    if out.exists() and any(out.iterdir()):
+        raise ExperimentError(f"{out}: found a folder with something else in it; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(file, ours)
 
 
 def slice_of(settings: Settings) -> Trace:

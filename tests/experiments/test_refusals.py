@@ -12,7 +12,7 @@ from experiments.engines import WorkerProcesses
 from experiments.errors import ExperimentError
 from experiments.sweep_space import read_sweep
 from experiments.validate_compare import aim_of
-from experiments.validate_settings import Settings
+from experiments.validate_settings import Settings, claim_folder, load_name
 from metrics.run_folder import json_ready
 from tests.hardening.command_line import run
 
@@ -22,6 +22,24 @@ def test_a_policy_or_load_named_twice_would_be_served_into_one_folder() -> None:
         Settings(trace="t.csv", policies=("chunked", "chunked"))
     with pytest.raises(ExperimentError, match="--load: found one twice"):
         Settings(trace="t.csv", policies=("chunked",), loads=(0.6, 0.6))
+
+
+def test_loads_that_files_and_reports_could_not_tell_apart_are_refused() -> None:
+    assert [load_name(load) for load in (0.6, 0.601, 0.07, 1.5)] == ["60%", "60.1%", "7%", "150%"]
+    with pytest.raises(ExperimentError, match="--load: found two that agree"):
+        Settings(trace="t.csv", policies=("chunked",), loads=(0.6, 0.6000000001))
+
+
+def test_a_folder_made_with_another_profile_is_refused(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / name for name in ("one.parquet", "same.parquet", "other.parquet"))
+    for file, content in ((one, b"1"), (same, b"1"), (other, b"2")):
+        file.write_bytes(content)
+    settings, out = Settings(trace="t.csv", policies=("chunked",)), tmp_path / "out"
+    claim_folder(out, settings, one)
+    claim_folder(out, settings, same)
+    for profile in (other, None):
+        with pytest.raises(ExperimentError, match="another profile"):
+            claim_folder(out, settings, profile)
 
 
 def test_the_time_to_the_first_token_has_no_aim_near_saturation() -> None:
