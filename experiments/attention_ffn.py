@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 
+MOST_DEVICES = 1024
+
 
 @dataclass(frozen=True)
 class Point:
@@ -47,6 +49,7 @@ def frontiers(
     """
     if not 1 <= context <= 10**9:
         raise ExperimentError(f"--context: found {context}, expected 1 to 1e9 tokens")
+    _check_names(model, gpu, devices, link)
     together = [point for setup in _together(model, gpu, devices) for point in _points(*setup, context)]
     apart = [point for setup in _apart(model, gpu, devices, link) for point in _points(*setup, context)]
     if not together or not apart:
@@ -57,6 +60,18 @@ def frontiers(
         lost = 1 - best[1].tokens_per_s / best[0].tokens_per_s if best[0] and best[1] else None
         rows.append({"bound_ms": bound, "together": _row(best[0]), "apart": _row(best[1]), "throughput_lost": lost})
     return rows
+
+
+def _check_names(model: str, gpu: str, devices: int, link: str) -> None:
+    """What is wrong in itself is told as such; what remains are setups that do not fit."""
+    from profiler import load_hardware, load_model_spec
+    from simulator.afd import make_apart
+
+    load_model_spec(model)
+    load_hardware(gpu)
+    make_apart({"attention": 1, "ffn": 1, "link": link})
+    if not 2 <= devices <= MOST_DEVICES:
+        raise ExperimentError(f"--devices: found {devices}, expected 2 (one of each group) to {MOST_DEVICES}")
 
 
 def _together(model: str, gpu: str, devices: int) -> Iterator[tuple[str, int, Engine]]:

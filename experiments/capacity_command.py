@@ -82,7 +82,6 @@ def capacity(
         from metrics.html_report import require_plotly
 
         check_place(report, ExperimentError)
-
         require_plotly()
     prices = read_prices(price, price_book)
     objective = Objective.of(slo, attainment, queue_delay)

@@ -17,12 +17,14 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from experiments.errors import ExperimentError
-from experiments.tasks import Result, Task, perform
+from experiments.tasks import Result, Task, error_line, perform
 
 Tasks = Mapping[int, Task]
+Waiting: TypeAlias = "queue.SimpleQueue[tuple[int, Task]]"
+Done: TypeAlias = "queue.SimpleQueue[tuple[int, Result] | Exception]"
 ENGINES = ("local", "ray")
 
 
@@ -76,16 +78,19 @@ class WorkerProcesses:
     def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
         if self._closed:
             raise ExperimentError("engine: was closed after its last run; make another")
-        waiting: queue.SimpleQueue[tuple[int, Task]] = queue.SimpleQueue()
+        waiting: Waiting = queue.SimpleQueue()
         for item in tasks.items():
             waiting.put(item)
-        done: queue.SimpleQueue[tuple[int, Result]] = queue.SimpleQueue()
+        done: Done = queue.SimpleQueue()
         for _ in range(min(self.count, len(tasks))):
-            threading.Thread(target=self._feed, args=(waiting, done), daemon=True).start()
+            threading.Thread(target=self._feed_or_tell, args=(waiting, done), daemon=True).start()
         left = len(tasks)
         try:
             for _ in range(len(tasks)):
-                yield done.get()
+                answer = done.get()
+                if isinstance(answer, Exception):
+                    raise ExperimentError(f"worker processes: {error_line(answer)}") from answer
+                yield answer
                 left -= 1
         finally:
             if left:
@@ -99,7 +104,14 @@ class WorkerProcesses:
             worker.wait()
         self._all.clear()
 
-    def _feed(self, waiting: queue.SimpleQueue[tuple[int, Task]], done: queue.SimpleQueue[tuple[int, Result]]) -> None:
+    def _feed_or_tell(self, waiting: Waiting, done: Done) -> None:
+        """A thread that died in silence would be waited for without end."""
+        try:
+            self._feed(waiting, done)
+        except Exception as error:
+            done.put(error)
+
+    def _feed(self, waiting: Waiting, done: Done) -> None:
         """Keep one worker busy until nothing waits; replace it where it dies."""
         worker: subprocess.Popen[str] | None = None
         while not self._closed:

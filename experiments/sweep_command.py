@@ -53,7 +53,6 @@ def sweep(
         from metrics.html_report import require_plotly
 
         check_place(report, ExperimentError)
-
         require_plotly()
     spec = read_sweep(file)
     target = out or Path("runs") / file.stem

@@ -48,16 +48,26 @@ class SweepFolder:
                     raise ExperimentError(
                         f"{self.path}: holds the results of another sweep; choose another --out, or remove it"
                     )
+                before = content["sweep"]["points"]
+                if before > self.spec.points:
+                    raise ExperimentError(
+                        f"{self.path}: holds a sweep of {before} points; ask for as many or more, or take another --out"
+                    )
+                if before < self.spec.points:
+                    self._write_claim(file)
                 return
             if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
                 raise ExperimentError(f"{self.path}: is no folder of a sweep; choose another --out, or remove it")
             self._points.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"fingerprint": wanted, "sweep": asdict(self.spec)}, indent=2)
-            write_text(file, text, ExperimentError, sync=True)
-        except (OSError, ValueError) as error:
+            self._write_claim(file)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, ExperimentError):
                 raise
             raise ExperimentError(f"{self.path}: cannot be used for a sweep: {error}") from None
+
+    def _write_claim(self, file: Path) -> None:
+        content = {"fingerprint": self.spec.fingerprint(), "sweep": asdict(self.spec)}
+        write_text(file, json.dumps(content, indent=2), ExperimentError, sync=True)
 
     def _read(self, retry_failed: bool) -> None:
         for file in sorted(self._points.glob("[0-9]*.json")):

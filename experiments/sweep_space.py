@@ -70,9 +70,14 @@ class Axis:
         if self.step is not None:
             steps = math.floor((self.high - self.low) / self.step + 1e-9)
             return self._rounded(self.low + int(rng.integers(steps + 1)) * self.step)
+        # The ends of a whole range are as likely as what lies between: half a step more on either side is theirs.
+        spare = 0.5 if self.whole else 0.0
+        low, high = self.low - spare, self.high + spare
         if self.log:
-            return self._rounded(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
-        return self._rounded(rng.uniform(self.low, self.high))
+            value = math.exp(rng.uniform(math.log(low), math.log(high)))
+        else:
+            value = rng.uniform(low, high)
+        return min(max(self._rounded(value), self.low), self.high)
 
     def _rounded(self, value: float) -> int | float:
         return round(value) if self.whole else float(f"{value:.12g}")
@@ -97,8 +102,9 @@ class SweepSpec:
     batch: int = 8
 
     def fingerprint(self) -> str:
-        """Equal for sweeps that have equal points."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Equal for sweeps that have equal points, as far as both of them go."""
+        facts = {name: value for name, value in asdict(self).items() if name != "points" or self.method == "grid"}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_sweep(path: str | Path) -> SweepSpec:

@@ -54,6 +54,39 @@ def test_a_divergence_shows_both_sides(tmp_path):
     }
 
 
+def test_requests_may_have_names_of_any_kind(tmp_path):
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    requests.write_text(
+        '{"id": "chatcmpl-b", "prompt": 3, "output": 1, "added": 0.5}\n'
+        '{"id": 99, "prompt": 2, "output": 2, "added": 0.0}\n'
+    )
+    rows = [(0.0, [["99", 2, 0]]), (1.0, [["99", 1, 2], ["chatcmpl-b", 3, 0]])]
+    steps.write_text("".join(json.dumps({"t": t, "reqs": reqs}) + "\n" for t, reqs in rows))
+    result = compare_with_vllm(steps, requests, token_budget=8, num_blocks=8, block_size=4, max_num_seqs=2)
+    assert result.exact, result.divergence
+
+
+@pytest.mark.parametrize(
+    ("steps", "requests", "message"),
+    [
+        ({}, {"id": 1.5}, "reqs.jsonl, line 1: id: found 1.5"),
+        ({}, {"prompt": 0}, "prompt: found 0, expected a whole number above 0"),
+        ({}, {"output": "4"}, "output: found '?4"),
+        ({}, {"added": None}, "added: found"),
+        ({"t": "1"}, {}, "steps.jsonl, line 1: t: found"),
+        ({"t": 1e300}, {}, "t: found 1e"),
+        ({"reqs": [["0", 4]]}, {}, "reqs: found"),
+    ],
+)
+def test_a_log_with_a_wrong_value_is_named_with_its_line(tmp_path, steps, requests, message):
+    files = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    good = {"t": 0.0, "reqs": []}, {"id": 0, "prompt": 6, "output": 2}
+    for file, row, wrong in zip(files, good, (steps, requests), strict=True):
+        file.write_text(json.dumps({**row, **wrong}) + "\n")
+    with pytest.raises(ExperimentError, match=message):
+        compare_with_vllm(*files, token_budget=4, num_blocks=8, block_size=4, max_num_seqs=2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("", "found no rows"), ("{\n", "line 1: cannot be read as JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments.attention_ffn import frontiers
 from experiments.capacity_command import _spoken_size
 from experiments.engines import WorkerProcesses
 from experiments.errors import ExperimentError
@@ -14,6 +16,8 @@ from experiments.sweep_space import read_sweep
 from experiments.validate_compare import aim_of
 from experiments.validate_settings import Settings, claim_folder, load_name
 from metrics.run_folder import json_ready
+from profiler import ProfileError
+from simulator import SimulationError
 from tests.hardening.command_line import run
 
 
@@ -53,6 +57,30 @@ def test_a_closed_engine_says_so_and_does_not_wait_for_ever() -> None:
     engine.close()
     with pytest.raises(ExperimentError, match="engine: was closed"):
         next(iter(engine.run({0: {}})))
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: WorkerProcesses) -> None:
+        raise OSError("too many processes")
+
+    monkeypatch.setattr(WorkerProcesses, "_start", refuse)
+    with pytest.raises(ExperimentError, match="worker processes: OSError: too many processes"):
+        list(WorkerProcesses(2).run({0: {}, 1: {}, 2: {}}))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "lama-3"}, "lama-3"),
+        ({"gpu": "h1000"}, "h1000"),
+        ({"link": "string"}, "link: found 'string'"),
+        ({"devices": 1}, "--devices: found 1, expected 2"),
+        ({"devices": 2}, "fits on 2 x h100 in no way both"),
+    ],
+)
+def test_names_that_do_not_exist_are_not_told_as_what_does_not_fit(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((ExperimentError, ProfileError, SimulationError), match=message):
+        frontiers(**wrong)
 
 
 @pytest.mark.parametrize("name", ["rate_scale=2", "limit=100", "trace.requests=5"])

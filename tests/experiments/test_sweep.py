@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 from experiments.engines import ThisProcess, WorkerProcesses, make_engine
 from experiments.errors import ExperimentError
 from experiments.sweep import run_sweep
-from experiments.sweep_space import SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
+from experiments.sweep_space import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = {"requests": 12, "arrivals": "poisson:4", "prompt": "fixed:600", "output": "fixed:20"}
@@ -80,6 +81,32 @@ def test_a_longer_random_sweep_begins_with_the_points_of_a_shorter_one() -> None
     shorter, longer = (enumerate_points(small(space=space, method="random", points=n)) for n in (5, 20))
     assert longer[:5] == shorter
     assert all(0.1 <= point["rate_scale"] <= 10 and 1 <= point["chunk_size"] <= 4096 for point in longer)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_the_ends_of_a_whole_range_are_drawn_as_often_as_their_place_asks(log: bool) -> None:
+    axis = Axis("seed", low=1, high=4, log=log)
+    rng = np.random.default_rng(3)
+    drawn = np.array([axis.draw(rng) for _ in range(8000)])
+    edges = np.array([0.5, 1.5, 2.5, 3.5, 4.5])
+    widths = np.diff(np.log(edges)) if log else np.diff(edges)
+    expected = 8000 * widths / widths.sum()
+    counts = np.bincount(drawn, minlength=5)[1:]
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all(), counts
+
+
+def test_more_points_of_a_random_sweep_go_into_the_same_folder(tmp_path: Path) -> None:
+    space = {"chunk_size": {"low": 100, "high": 900}}
+    first = run_sweep(small(space=space, method="random", points=2), tmp_path).rows()
+    kept = (tmp_path / "points/000001.json").stat().st_mtime_ns
+    rows = run_sweep(small(space=space, method="random", points=4), tmp_path).rows()
+    assert rows[:2] == first
+    assert len(rows) == 4
+    assert (tmp_path / "points/000001.json").stat().st_mtime_ns == kept
+    with pytest.raises(ExperimentError, match="holds a sweep of 4 points; ask for as many or more"):
+        run_sweep(small(space=space, method="random", points=3), tmp_path)
+    with pytest.raises(ExperimentError, match="another sweep"):
+        run_sweep(small(space=space, method="random", points=4, seed=1), tmp_path)
 
 
 def test_settings_find_their_place_in_the_task() -> None:
