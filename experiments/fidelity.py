@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.errors import ExperimentError
 from experiments.vllm_run import Column, VllmRun, read_vllm_run
+from metrics.latencies import finished_latencies
 from profiler.engine_terms import EngineTerms
 
 if TYPE_CHECKING:
@@ -208,22 +209,22 @@ def _fit_of(where: Path | None, hardware: Hardware, tp: int) -> tuple[DeviceFit,
 
 
 def statistics(values: Column) -> dict[str, float]:
-    """STATISTICS of a column."""
+    """STATISTICS of a column; NaN where it is empty."""
+    if not len(values):
+        return dict.fromkeys(STATISTICS, float("nan"))
     return {
         name: float(np.mean(values) if name == "mean" else np.percentile(values, int(name[1:]))) for name in STATISTICS
     }
 
 
 def latencies_of(run: Run) -> dict[str, Column]:
-    """TTFT, TPOT, E2E of a replay's requests, in seconds; raises unless all of them finished."""
+    """TTFT, TPOT (of two tokens or more), E2E of a replay's requests, in seconds; raises unless all finished."""
     table = run.tables.requests.to_pandas().sort_values("request")
     unfinished = table[table["status"] != "finished"]
     if len(unfinished):
         row = unfinished.iloc[0]
         raise ExperimentError(f"replay: request {row['request']} was {row['status']}: {row['reason']}")
-    arrival, first, last = (table[key].to_numpy(float) for key in ("arrival_s", "first_token_s", "finished_s"))
-    later = np.maximum(table["output_tokens"].to_numpy(float) - 1, 1)
-    return {"ttft": first - arrival, "tpot": (last - first) / later, "e2e": last - arrival}
+    return {key: values for key, values in finished_latencies(run.tables).items() if key in AIMS}
 
 
 def over_time(result: Fidelity) -> dict[str, Column]:

@@ -50,7 +50,9 @@ def fidelity(
             if not as_json:
                 print(f"  wrote {written}\n")
     if as_json:
-        print(json.dumps(reports if len(reports) > 1 else reports[0], indent=2))
+        from metrics.run_folder import json_ready
+
+        print(json.dumps(json_ready(reports if len(reports) > 1 else reports[0]), indent=2))
 
 
 def _terms(texts: list[str]) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def _ablation(bench: Bench, base: Fidelity) -> list[dict[str, Any]]:
 
 def _report(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> dict[str, Any]:
     second, blocks = result.run.overcommitted()
-    outside = result.replayed.tables.iterations.to_pandas()["inside"]
+    inside = result.replayed.tables.iterations.to_pandas()["inside"]
     return {
         "run": result.run.name,
         "costs": bench.source,
@@ -87,8 +89,8 @@ def _report(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> dict[
         "simulated": result.simulated,
         "errors": result.errors,
         "missed": result.missed,
-        "iterations": len(outside),
-        "iterations_outside_measured_region": int((~outside).sum()),
+        "iterations": len(inside),
+        "iterations_outside_measured_region": int((~inside).sum()),
         "shared_blocks_shown_by_log": {"second": second, "blocks": blocks},
         "known_decode_steps": [asdict(one) | {"error": one.error} for one in bench.known_stretches()],
         "ablation": rows,

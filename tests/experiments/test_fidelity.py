@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
-from experiments.fidelity import Variant, make_bench, over_time
+from experiments.fidelity import Variant, latencies_of, make_bench, over_time, statistics
 from experiments.known_steps import known_stretches, level_us
 from experiments.vllm_run import VllmRun, read_vllm_run
-from tests.simulator.constant_cost import ConstantCost
+from simulator import replay
+from tests.simulator.constant_cost import ConstantCost, trace_of
 
 DATA = Path(__file__).parents[3] / "shared/data"
 RUN = DATA / "traces/vllm_runs/RTXPRO6000/Llama-3.1-8B"
@@ -101,6 +103,21 @@ def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     with pytest.raises(ExperimentError, match=r"requests.jsonl: row 3: first_token_ts: found none, expected a time"):
         read_vllm_run(tmp_path / "somewhere/mine")
+
+
+def test_an_answer_of_one_token_has_no_time_per_output_token() -> None:
+    requests = pd.DataFrame(
+        {"queued_s": [0.0, 0.0, 1.0], "first_s": [1.0, 1.0, 1.5], "last_s": [1.0, 3.0, 1.6], "prompt": [100] * 3,
+         "output": [1, 11, 2]}
+    )  # fmt: skip
+    measured = VllmRun(Path("."), {}, requests, pd.DataFrame()).latencies
+    assert measured["tpot"] == pytest.approx([0.2, 0.1])
+    assert measured["e2e"] == pytest.approx([1.0, 3.0, 0.6])
+    run = replay(trace_of([(0.0, 10, 1), (0.0, 10, 11)]), cost=ConstantCost(10**8))
+    simulated = latencies_of(run)
+    assert len(simulated["ttft"]) == 2
+    assert simulated["tpot"] == pytest.approx([0.1])
+    assert math.isnan(statistics(simulated["tpot"][:0])["p50"])
 
 
 def test_requests_with_one_first_step_tell_the_steps_between_their_ends() -> None:
