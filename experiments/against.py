@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from simulator.config import ReplayConfig
     from workloads import Trace
 
-ENSEMBLE = 12
+ENSEMBLE = 31
 SAME = (
     "policy", "knobs", "model", "dtype", "num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len",
     "tp", "pp", "trace",

@@ -24,7 +24,7 @@ from experiments.validate_settings import Settings
 from policies.output_file import whole_file
 
 if TYPE_CHECKING:
-    from experiments.validate import Result
+    from experiments.validate_result import Result
 
 MAX_BYTES = 16 << 20
 PROFILE_SHARE = 0.4
@@ -80,7 +80,7 @@ def settings_of(what: Calibration, out: Path) -> Settings:
     on_cpu = what.engine.device == "cpu"
     return Settings(
         trace=str(trace), policies=what.policies, engine=what.engine, rows=(0, what.requests), repeats=what.repeats,
-        budget_s=PROFILE_SHARE * what.budget_s, ensemble=8,
+        budget_s=PROFILE_SHARE * what.budget_s, ensemble=19,
         bounds=(512, what.engine.max_num_seqs, 2048) if on_cpu else (2048, max(256, what.engine.max_num_seqs), 8192),
     )  # fmt: skip
 

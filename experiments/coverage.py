@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.errors import ExperimentError
+from metrics.statistics import interval_of_draws
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,8 +112,8 @@ def measure_coverage(
         predicted = summary(model)
         draws = [summary(model.perturbed(seed)) for seed in range(runs)]
         for name in STATISTICS:
-            low, high = np.percentile([draw[name] for draw in draws], [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-            found.append(Covered(axis, half, name, float(low), float(high), predicted[name], truth[name]))
+            low, high = interval_of_draws([draw[name] for draw in draws], LEVEL)
+            found.append(Covered(axis, half, name, low, high, predicted[name], truth[name]))
     return found
 
 

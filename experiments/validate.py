@@ -9,27 +9,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.agreement import Agreement, agreement, scheduler_of
+from experiments.agreement import agreement, scheduler_of
 from experiments.drift import Probe, gauged_speed, speed_around, write_gauge
 from experiments.errors import ExperimentError
 from experiments.live_side import LiveSide, PolicyChoice
-from experiments.measured_times import Fed, feed, why_not_fed
-from experiments.pipeline_bubbles import BubbleComparison, compare_bubbles
+from experiments.measured_times import feed, why_not_fed
+from experiments.pipeline_bubbles import compare_bubbles
 from experiments.stage_files import file_name, read_json, write_json
-from experiments.validate_compare import Comparison, Iterations, Ranking, compare, rank, shapes_of_run
+from experiments.validate_compare import Iterations, compare, rank, shapes_of_run
+from experiments.validate_result import Result
 from experiments.validate_settings import Settings, claim_folder, load_name, slice_of
 from experiments.wandering import slowness_over_time, wandering_run
 from policies.input_file import parse_json, read_text
 from policies.output_file import write_text
+from profiler.flicker import Later
 
 if TYPE_CHECKING:
-    from metrics import RunTables
     from profiler.iteration_model import IterationModel
     from profiler.plan import MeasurementPlan
     from simulator import ReplayConfig
@@ -38,34 +38,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 DRY_LOAD = 1.15
 """The dry run that says where to measure is loaded this much more than the live runs will be."""
-
-
-@dataclass
-class Result:
-    """What a validation found; everything that its report says.
-
-    fed: the simulator with measured durations, or why not. gauged: of each live run how slow the machine was by its
-    gauge, and how slow the run's own iterations were, both over the model (1: as profiled).
-    """
-
-    settings: Settings
-    trace_name: str
-    requests: int
-    capacity: float
-    model: IterationModel
-    probes: list[Probe]
-    comparisons: list[Comparison]
-    rankings: list[Ranking]
-    agreements: dict[str, Agreement]
-    fed: dict[str, Fed | str]
-    iterations: Iterations
-    lost: int
-    ends: dict[str, int]
-    simulated: dict[tuple[float, str], RunTables] = field(default_factory=dict)
-    live: dict[tuple[float, str], list[RunTables]] = field(default_factory=dict)
-    bubbles: list[BubbleComparison] = field(default_factory=list)
-    gauged: dict[str, tuple[float, float]] = field(default_factory=dict)
-    took_s: float = 0.0
 
 
 class Validation:
@@ -208,8 +180,9 @@ class Validation:
                     continue
                 self.say(f"predict: {policy.label} at {load_name(load)} load")
                 self._simulate(trace, policy, model).write(folder)
+                later = self._later(capacity, load)
                 draws = [
-                    self._simulate(trace, policy, model.perturbed(seed)).summary
+                    self._simulate(trace, policy, model.perturbed(seed, later)).summary
                     for seed in range(self.settings.ensemble)
                 ]
                 write_json(ensemble, {"summaries": draws})
@@ -322,6 +295,13 @@ class Validation:
             found, table = self.live_side.ceilings()
             write_text(self.out / "device.toml", table, ExperimentError)
             write_json(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
+
+    def _later(self, capacity: float, load: float) -> Later:
+        """When a live run at this load will be: in the middle of all of them."""
+        spans = [float(self._at(capacity, each).arrival_ns[-1]) / 1e9 for each in self.settings.loads]
+        whole = sum(spans) * len(self.policies) * self.settings.repeats
+        lasting = spans[self.settings.loads.index(load)]
+        return Later(max(0.0, (whole - lasting) / 2), lasting)
 
     def _at(self, capacity: float, load: float) -> Trace:
         """The slice at a share of capacity."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from metrics.statistics import interval_of_draws
 from profiler.aftermath import in_order
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def compare(
         if not values or not _number(simulated.get(statistic)):
             continue
         draws = [float(run[statistic]) for run in ensemble] or [float(simulated[statistic])]
-        low, high = np.quantile(draws, [0.05, 0.95])
+        low, high = interval_of_draws(draws)
         aim = aim_of(statistic, load)
         probed = [float(run[statistic]) for run in at_probed_speed]
         left = [

@@ -10,8 +10,8 @@ from experiments.validate_settings import load_name
 
 if TYPE_CHECKING:
     from experiments.against import AgainstResult
-    from experiments.validate import Result
     from experiments.validate_compare import Comparison
+    from experiments.validate_result import Result
     from metrics.html_report import RowTable
 
 _SHOWN = (

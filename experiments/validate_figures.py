@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from experiments.drift import Probe
-    from experiments.validate import Result
+    from experiments.validate_result import Result
     from metrics import RunTables
 
 _SHOWN = ("ttft_s_mean", "ttft_s_p90", "tpot_s_mean", "tpot_s_p90", "tbt_s_p99", "e2e_s_mean", "e2e_s_p90")

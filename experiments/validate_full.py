@@ -15,8 +15,8 @@ from experiments.validate_report import MARKS, in_short, ranked_as_told, trust, 
 from experiments.validate_settings import Settings
 
 if TYPE_CHECKING:
-    from experiments.validate import Result
     from experiments.validate_compare import Comparison
+    from experiments.validate_result import Result
 
 SUMMED = ("ttft_s_mean", "tpot_s_mean", "tpot_s_p90", "e2e_s_mean", "e2e_s_p90")
 

@@ -18,7 +18,7 @@ from experiments.validate_settings import load_name
 from metrics.report import format_value
 
 if TYPE_CHECKING:
-    from experiments.validate import Result
+    from experiments.validate_result import Result
 
 MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "good"}
 

@@ -37,7 +37,7 @@ class Settings:
     loads: tuple[float, ...] = (0.6,)
     repeats: int = 3
     budget_s: float = 120.0
-    ensemble: int = 12
+    ensemble: int = 31
     trace_format: str = "auto"
     bounds: tuple[int, int, int] | None = None
 

@@ -44,6 +44,26 @@ def percentiles(values: NDArray[np.generic], q: Sequence[float], weights: Ints |
     return found
 
 
+def interval_of_draws(draws: Sequence[float] | Floats, level: float = 0.9) -> tuple[float, float]:
+    """(low, high) between which one more draw lies with probability `level`; NaN where there is no draw.
+
+    Of n draws in order the k-th exceeds a further one with probability k / (n + 1), so the ends lie at positions
+    (1 +- level) / 2 of n + 1 (Hyndman and Fan, 1996, definition 6). The default percentile would hold 82 % where 90 %
+    of 20 draws are asked for. Less than 19 draws do not reach that far: the extremes of n hold (n - 1) / (n + 1).
+    """
+    known = np.asarray(draws, np.float64)
+    known = known[~np.isnan(known)]
+    if not len(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, [(1 - level) / 2, (1 + level) / 2], method="weibull")
+    return float(low), float(high)
+
+
+def level_held(draws: int, level: float = 0.9) -> float:
+    """What `interval_of_draws` of so many draws really holds: `level`, or less where they are too few."""
+    return min(level, (draws - 1) / (draws + 1))
+
+
 def statistics(values: Floats, weights: Ints | None = None) -> dict[str, float]:
     """mean, p50, p90, p95, p99 and max; all NaN where there is no value."""
     if not len(values):

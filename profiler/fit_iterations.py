@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from policies.batch import BatchShape
 from profiler.aftermath import after, fit_aftermath
 from profiler.errors import ProfileError
+from profiler.flicker import flicker_of
 from profiler.iteration_model import (
     ROW_TERMS,
     Bounds,
@@ -95,8 +96,9 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
     for _ in range(resamples):
         rows = rng.integers(len(shapes), size=len(shapes))
         ensemble.append(tuple(_solve(design[rows], seconds[rows], weights[rows]).tolist()))
+    at_s, logs = table["at_s"].to_numpy(), np.log(slowness)
     observed = table["median_s"].to_numpy() * 1e9
-    prices_after = _aftermath(profile, prices, table["at_s"].to_numpy(), slowness)
+    prices_after = _aftermath(profile, prices, at_s, slowness)
     before, after = _host(table, everything, calm, slowness)
     held_out = _held_out(design, seconds, weights, shapes)
     inside = np.abs(design @ prices / (seconds * 1e9) - 1)
@@ -113,8 +115,10 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         resampled=tuple(ensemble),
         aftermath=tuple(prices_after),
         disturbance=max(0.0, float(observed.sum() / (fitted * slowness).sum()) - 1.0),
-        drift=float(np.std(np.log(slowness))),
-        phases=_phases(table["at_s"].to_numpy(), np.log(slowness)),
+        drift=float(np.std(logs)),
+        phases=_phases(at_s, logs),
+        seen_s=float(np.ptp(at_s)) if logs.any() else 0.0,
+        flicker=flicker_of(_levels(at_s, logs)),
         errors={
             "shapes": float(len(shapes)),
             "fit_median": float(np.median(inside)),
@@ -316,11 +320,18 @@ def _phases(at_s: Array, logs: Array) -> float:
     the machine kept its speed."""
     if not logs.any():
         return 0.0
-    parts = np.array_split(logs[np.argsort(at_s, kind="stable")], len(logs) // STRETCH)
-    series = np.array([part.mean() for part in parts])
+    series = _levels(at_s, logs)
     apart = series - series.mean()
     alike = float((apart[1:] * apart[:-1]).sum() / (apart**2).sum())
     return float(np.clip(len(series) * (1 - alike) / (1 + alike), 3.0, len(series)))
+
+
+def _levels(at_s: Array, logs: Array) -> Array:
+    """Mean speed of each stretch, in order; none where the machine kept its speed."""
+    if not logs.any():
+        return np.zeros(0)
+    parts = np.array_split(logs[np.argsort(at_s, kind="stable")], len(logs) // STRETCH)
+    return np.array([part.mean() for part in parts])
 
 
 def _gauge(table: Any, excess: Array) -> dict[str, float]:

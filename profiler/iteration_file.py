@@ -68,8 +68,9 @@ def read_fit(path: str | Path) -> IterationFit:
             values["aftermath"] = _prices(path, entry.name, found, AFTERMATH_PRICES) if found else ()
         elif entry.name == "bounds":
             values["bounds"] = _bounds(path, found)
-        elif entry.name in ("disturbance", "drift", "phases"):
-            found = document.get(entry.name, 0 if entry.name == "phases" else None)  # older files know no phases
+        elif entry.name in ("disturbance", "drift", "phases", "seen_s", "flicker"):
+            # Older files know no more than the first two.
+            found = document.get(entry.name, None if entry.name in ("disturbance", "drift") else 0)
             values[entry.name] = _prices(path, entry.name, [found], 1)[0]
         elif entry.name in ("errors", "noise", "provenance"):
             check_value(f"{path}: {entry.name}", found, (dict,), ProfileError)

@@ -19,6 +19,7 @@ from policies.batch import BatchShape
 from policies.request import Ns
 from profiler.aftermath import extra_ns
 from profiler.errors import ProfileError
+from profiler.flicker import Later, deviation
 from profiler.shapes import ShapeColumns, attended_pairs
 
 Column = NDArray[np.int64]
@@ -69,8 +70,9 @@ class IterationFit:
     shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). aftermath: what batches with
     chunks leave to the steps after them (`profiler.aftermath`), empty where nothing was seen. disturbance: mean time
     lost to whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed
-    between stretches of the measurement; phases: how many independent values of it were seen, 0 where that is not
-    known. errors: of held-out structures and of the fit itself; noise: of repeats.
+    between stretches of the measurement; phases: how many independent values of it were seen; seen_s: how long the
+    measurement took, flicker: what its stretches' speeds tell of a later one (`profiler.flicker`); 0 where these are
+    not known. errors: of held-out structures and of the fit itself; noise: of repeats.
     """
 
     device: str
@@ -87,6 +89,8 @@ class IterationFit:
     disturbance: float = 0.0
     drift: float = 0.0
     phases: float = 0.0
+    seen_s: float = 0.0
+    flicker: float = 0.0
     errors: Mapping[str, float] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -241,15 +245,19 @@ class IterationModel:
 
     # --- how sure ----------------------------------------------------------------------------------------------------
 
-    def perturbed(self, seed: int) -> IterationModel:
+    def perturbed(self, seed: int, later: Later | None = None) -> IterationModel:
         """Another model that the measurements would allow: prices of a resampled fit, at a speed from the machine's own
-        drift. Seed 0, 1, ... give an ensemble whose predictions spread as far as the costs are unsure. Speeds are the
-        quantiles 1/2, 1/4, 3/4, 1/8, ... (van der Corput), so that few draws are spread evenly about the fit's own."""
+        drift: of a stretch of the profile, or of a run whose time after it is known (`later`). Seed 0, 1, ... give an
+        ensemble whose predictions spread as far as the costs are unsure. Speeds are the quantiles 1/2, 1/4, 3/4, 1/8,
+        ... (van der Corput), so that few draws are spread evenly about the fit's own."""
         fit = self.fit
         at, scale, left = 0.0, 0.5, seed + 1
         while left:
             at, scale, left = at + scale * (left & 1), scale / 2, left >> 1
-        speed = self.speed * math.exp(fit.drift * _deviations(at, fit.phases))
+        apart = fit.drift * _deviations(at, fit.phases)
+        if later is not None and fit.flicker and fit.seen_s:
+            apart = deviation(fit.flicker, fit.seen_s, later) * _student(at, fit.phases)
+        speed = self.speed * math.exp(apart)
         if not fit.resampled:
             return IterationModel(fit, speed=speed)
         prices = fit.resampled[seed % len(fit.resampled)]
@@ -257,16 +265,18 @@ class IterationModel:
         return IterationModel(replace(fit, row_prices=prices[:count], prices=prices[count:], resampled=()), speed=speed)
 
 
-def _deviations(share: float, phases: float) -> float:
-    """Quantile of a value yet to come, in standard deviations of the `phases` values that are known.
-
-    Few phases say little about the next one: Student's distribution is the wider, the fewer they are.
-    """
+def _student(share: float, phases: float) -> float:
+    """Quantile in standard deviations that `phases` values told: the fewer they are, the wider."""
     if phases < 2:
         return NormalDist().inv_cdf(share)
     from scipy.special import stdtrit
 
-    return float(stdtrit(phases - 1, share)) * math.sqrt((phases + 1) / (phases - 1))
+    return float(stdtrit(phases - 1, share))
+
+
+def _deviations(share: float, phases: float) -> float:
+    """Quantile of a value yet to come, in standard deviations of the `phases` independent values that are known."""
+    return _student(share, phases) * (math.sqrt((phases + 1) / (phases - 1)) if phases >= 2 else 1.0)
 
 
 def amounts(columns: ShapeColumns) -> Column:

@@ -21,6 +21,7 @@ from policies.input_file import read_json
 from policies.output_file import write_text
 from policies.request import Ns
 from profiler.errors import ProfileError
+from profiler.flicker import Later
 from profiler.iteration_file import read_fit, says_format, write_fit
 from profiler.iteration_model import IterationFit, IterationModel, host_amounts
 from profiler.shapes import ShapeColumns
@@ -130,10 +131,10 @@ class StagedModel:
             "host_before_ns": list(self._before), "host_after_ns": list(self._after), **self.fit.provenance,
         }  # fmt: skip
 
-    def perturbed(self, seed: int) -> StagedModel:
+    def perturbed(self, seed: int, later: Later | None = None) -> StagedModel:
         """Another model that the measurements would allow: all stages at one drawn speed."""
         stages = tuple(model.perturbed(seed * len(self._models) + at).fit for at, model in enumerate(self._models))
-        speed = self._models[0].perturbed(seed).speed
+        speed = self._models[0].perturbed(seed, later).speed
         return StagedModel(replace(self.fit, stages=stages), speed=speed)
 
 

@@ -8,11 +8,11 @@ over such draws is what the costs leave open; it says nothing of the workload's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
+from metrics.statistics import interval_of_draws
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.pools import make_cluster_plan
@@ -21,7 +21,7 @@ from workloads import Trace
 
 
 class Interval(NamedTuple):
-    """A statistic as predicted, and the 5th and 95th percentile over the draws."""
+    """A statistic as predicted, and the ends of its 90 % interval over the draws."""
 
     value: float
     low: float
@@ -48,16 +48,7 @@ def predict_intervals(
             progress(number)
         draws.append(replay_trace(trace, config, plan=plan.drawn(config.seed * 1_000_003 + number)).summary)
     return {
-        key: Interval(float(value), *_ends([draw[key] for draw in draws]))
+        key: Interval(float(value), *interval_of_draws([math.nan if draw[key] is None else float(draw[key]) for draw in draws]))
         for key, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
-
-
-def _ends(values: list[Any]) -> tuple[float, float]:
-    numbers = np.array([np.nan if value is None else float(value) for value in values])
-    known = numbers[~np.isnan(numbers)]
-    if not len(known):
-        return float("nan"), float("nan")
-    low, high = np.percentile(known, [5, 95])
-    return float(low), float(high)

@@ -96,7 +96,12 @@ Report = Annotated[
     Path | None, _option("--report", "Write one HTML file with tables, plots, timeline and requests.", OUTPUT)
 ]
 Runs = Annotated[
-    int, _option("--runs", "Draws from the cost model's own error: prints a 90 % interval of every statistic.", OUTPUT)
+    int,
+    _option(
+        "--runs",
+        "Draws from the cost model's own error: prints an interval of every statistic, 90 % from 19 draws on.",
+        OUTPUT,
+    ),
 ]
 Timeline = Annotated[
     str | None,

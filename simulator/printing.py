@@ -43,7 +43,10 @@ def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bo
         return
     from rich.table import Table
 
-    table = Table(title=f"{settings.policy}: prediction and 90 % interval over {runs} draws of the costs")
+    from metrics.statistics import level_held
+
+    held = f"{100 * level_held(runs):.0f} % interval"
+    table = Table(title=f"{settings.policy}: prediction and {held} over {runs} draws of the costs")
     for column in ("statistic", "value", "from", "to"):
         table.add_column(column, justify="left" if column == "statistic" else "right")
     for key, found in intervals.items():
