@@ -48,7 +48,11 @@ def predict_intervals(
             progress(number)
         draws.append(replay_trace(trace, config, plan=plan.drawn(config.seed * 1_000_003 + number)).summary)
     return {
-        key: Interval(float(value), *interval_of_draws([math.nan if draw[key] is None else float(draw[key]) for draw in draws]))
+        key: Interval(float(value), *interval_of_draws([_number(draw[key]) for draw in draws]))
         for key, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
