@@ -1,7 +1,8 @@
 # What a user types. `make replay` needs Python 3.11 or newer and nothing else; everything lives in .venv.
 
 PYTHON ?= python3
-# A CPU build of torch is enough for every test. On a machine with a GPU: make test TORCH="torch>=2.9".
+# A CPU build of torch is enough for every test: one that is in .venv already is kept, otherwise pip decides (on Linux it
+# takes the build with CUDA, gigabytes of it). On a machine with a GPU: make test TORCH="torch>=2.9".
 TORCH ?= torch==2.13.0
 TRACE ?= examples/trace.csv
 OUT ?= runs/replay

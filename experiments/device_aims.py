@@ -210,7 +210,8 @@ def aims_blocks(aims: Sequence[dict[str, Any]], host: Sequence[dict[str, Any]]) 
         caption = "Whole iterations, by chunk size: what short ones pay for their launches, and what graphs save."
         story.append(Picture("host_time", host_time_figure(host), caption))
     if not any(row["graphs"] for row in host):
-        story.append(Bullets(["CUDA graphs were not used: no such device, or kernels that cannot be captured."]))
+        why = "--graphs off, no such device, or kernels that cannot be captured"
+        story.append(Bullets([f"CUDA graphs were not used: {why}."]))
     return story
 
 

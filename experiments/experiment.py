@@ -8,7 +8,7 @@ of the experiment. Published numbers stand in the module with their source; none
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -61,7 +61,6 @@ class Result:
     checks: Sequence[Check]
     comparisons: Sequence[Comparison] = ()
     note: str = ""
-    kept: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def verdict(self) -> str:

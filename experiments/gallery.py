@@ -35,12 +35,7 @@ def write_gallery(results: Path, out: Path, claims_file: Path | None = None, bes
     claims_file: what `claims --out` wrote, for a table at the end. beside: results of the same experiments under
     another cost model, whose numbers get a column of their own.
     """
-    claims: list[dict[str, Any]] = []
-    if claims_file is not None:
-        try:
-            claims = read_json(claims_file)
-        except (OSError, ValueError) as error:
-            raise ExperimentError(f"{claims_file}: cannot be read: {error}") from None
+    claims = [] if claims_file is None else _claims(claims_file)
     rows = _results(results)
     others = {row["experiment"]: row for row in _results(beside)} if beside is not None else {}
     pictures = out.with_suffix("")
@@ -53,6 +48,14 @@ def write_gallery(results: Path, out: Path, claims_file: Path | None = None, bes
     except OSError as error:
         raise ExperimentError(f"{out}: cannot be written: {error.strerror}") from None
     return len(rows)
+
+
+def _claims(file: Path) -> list[dict[str, Any]]:
+    found = read_json(file)
+    wanted = {"says", "setting", "ours", "verdict", "cost_models"}
+    if not isinstance(found, list) or any(not isinstance(row, dict) or wanted - set(row) for row in found):
+        raise ExperimentError(f"{file}: found something else, expected what `python -m experiments claims --out` wrote")
+    return found
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:

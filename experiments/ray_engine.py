@@ -97,8 +97,13 @@ def _renamed(value: Any, places: Mapping[str, str]) -> Any:
         return {key: _renamed(inner, places) for key, inner in value.items()}
     if isinstance(value, list):
         return [_renamed(inner, places) for inner in value]
-    if isinstance(value, str):
-        for name, place in places.items():
-            if name in value:
-                return value.replace(name, place)
-    return value
+    if not isinstance(value, str):
+        return value
+    # The parts of a text that `named_files` looks at; a name inside another name is none of them.
+    kind, _, file = value.partition(":")
+    path, _, inner = value.rpartition(":")
+    if value in places:
+        return places[value]
+    if file in places:
+        return f"{kind}:{places[file]}"
+    return f"{places[path]}:{inner}" if path in places else value

@@ -57,6 +57,7 @@ class Outcome:
     bubble_share: float | None = None
     bubble_share_by_cause: Mapping[str, float] = field(default_factory=dict)
     request_bubble_s_p50: float | None = None
+    cost_model: str = ""
     request_bubble_s: Sequence[float] = ()
     """Percentiles 0 to 100 of the bubble time of a request."""
 
@@ -110,11 +111,12 @@ def run_deployment(deployment: Deployment, trace: Trace, cost: CostModel | None 
     run = replay(trace, config, cost=cost)
     summary = run.summary
     shown = (deployment.name, summary["finished"], summary["duration_s"], summary["iterations"])
+    name = str(run.config["cost_model"])
     if deployment.pp == 1:
-        return Outcome(*shown)
+        return Outcome(*shown, cost_model=name)
     bubbles = find_bubbles(run.tables)
     percentiles = np.percentile(request_bubble_ns(run.tables, bubbles) / 1e9, range(101)).tolist()
-    return Outcome(*shown, bubbles.share, bubbles.cause_shares, percentiles[50], percentiles)
+    return Outcome(*shown, bubbles.share, bubbles.cause_shares, percentiles[50], name, percentiles)
 
 
 def sarathi_pipeline(

@@ -57,6 +57,16 @@ def group_of(operator: str) -> str:
     return ATTENTION if "attention" in operator else OTHERS
 
 
+def linear_and_attention_ms(cost: CostModel, shape: BatchShape) -> float:
+    """What SARATHI's tables add up: linear layers and attention of all layers; norms, head and host left out.
+
+    A marginal cost is told from this: whole iterations would charge the decodes of a chunk in the middle of its prompt
+    for all of the output head, which such a chunk does not need.
+    """
+    parts = layers_ms(cost, shape)
+    return linear_ms(parts) + parts[ATTENTION]
+
+
 def linear_ms(parts: Mapping[str, float]) -> float:
     """The linear layers of what `layers_ms` gives."""
     return parts[PREPROJ] + parts[POSTPROJ] + parts[FFN]

@@ -187,8 +187,12 @@ class Scheduler(Lockstep):
             return None
         if self.handover.held or self.handover.expected:
             return None
-        head = queues.waiting[0]
-        reason = f"{type(self.policy).__name__} cannot start it on an idle engine ({self._needs(head)})"
+        head, ledger = queues.waiting[0], self.ledger
+        budget = str(self.token_budget) if self.token_budget < UNLIMITED else "none"
+        reason = (
+            f"{type(self.policy).__name__} cannot start it on an idle engine ({head.own_known} tokens, token budget "
+            f"{budget}, {ledger.blocks_for(head.own_known)} KV blocks of {ledger.free_blocks} free)"
+        )
         self.withdraw([head.request.id], reason, now_ns, status="failed" if head.produced else "rejected")
         return head
 
@@ -204,13 +208,6 @@ class Scheduler(Lockstep):
         if needed > usable:
             return f"needs {needed} KV blocks, the pool has {usable}"
         return ""
-
-    def _needs(self, track: Track) -> str:
-        ledger = self.ledger
-        return (
-            f"{track.own_known} tokens, token budget {self.token_budget if self.token_budget < UNLIMITED else 'none'}, "
-            f"{ledger.blocks_for(track.own_known)} KV blocks of {ledger.free_blocks} free"
-        )
 
     # The two moments of a batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -22,11 +23,13 @@ LONGEST_TEXT = 200
 
 
 def write_fit(fit: IterationFit, path: str | Path) -> None:
-    """One readable JSON, whole or not at all."""
+    """One readable JSON, whole or not at all. An error that could not be measured (NaN: too few shapes) is left out."""
     path = Path(path)
     if path.suffix != ".json":
         raise ProfileError(f"{path}: found suffix {path.suffix!r}, expected .json")
     document = {"format": FORMAT, "version": VERSION, "row_terms": ROW_TERMS, "amounts": AMOUNTS, **asdict(fit)}
+    for name in ("errors", "noise"):
+        document[name] = {key: value for key, value in document[name].items() if math.isfinite(value)}
     write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n", ProfileError)
 
 

@@ -11,8 +11,6 @@ from experiments.paper_workloads import ARXIV
 CLAIM = "Chunking lowers tail latency beside long prompts by 80 %."
 ENGINE: dict[str, Any] = {"model": "mistral-7b-v0.2", "gpu": "a100", "max_num_seqs": 128}
 LOADS = (0.2, 0.4, 0.6, 0.8)
-
-
 CHUNK = 512
 PERCENTILES = (99, 99.9, 100)
 

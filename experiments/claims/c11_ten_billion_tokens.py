@@ -46,6 +46,7 @@ def run(quick: bool) -> Finding:
         f"{row['engine']}: {row['gpus']} GPUs at an even load, {row['gpus_at_peak']} for a peak of twice the mean"
         for row in rows
     )
-    verdict = holds_under(f"{rows[0]['gpus']} to {max(row['gpus_at_peak'] for row in rows)} GPUs, by model and peak")
+    fewest, most = min(row["gpus"] for row in rows), max(row["gpus_at_peak"] for row in rows)
+    verdict = holds_under(f"{fewest} to {most} GPUs, by model and peak")
     setting = f"Azure-like conversation, Poisson arrivals, vllm_v1, {SLO}; prompt and output tokens counted together"
     return Finding(setting, ours, verdict, costs, {"rows": rows, "requests_per_s": rate})

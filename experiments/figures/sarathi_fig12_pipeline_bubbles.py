@@ -57,7 +57,8 @@ def run(quick: bool) -> Result:
         "simulation, and so its distance to the others is larger; docs/pipelines.md takes the differences apart."
     )
     tables = {"deployments": outcomes, "per-request": quantiles}
-    return Result(setting, [f"roofline {MODEL} {GPU} tp8, pp8 and pp1"], tables, checks, comparisons, note)
+    costs = list(dict.fromkeys(outcome["cost_model"] for outcome in study["outcomes"]))
+    return Result(setting, costs, tables, checks, comparisons, note)
 
 
 def draw(result: Result, width_in: float) -> Figure:

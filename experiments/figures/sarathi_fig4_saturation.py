@@ -69,9 +69,11 @@ def run(quick: bool) -> Result:
         Comparison("loss of a 256-token chunk", 100 * (1 - speed["prefill", 256] / peak), 12.5, "%", "Sec. 4.2"),
     ]
     setting = {"model": MODEL, "gpu": GPU, "dtype": "float16", "context of decodes": LENGTH, "what": "one layer"}
+    crowd = layers_ms(cost, decode(needed, LENGTH))
     note = (
         "The paper states a balance of 53 FLOPs a byte for this GPU, which is its fp32 rate over its bandwidth; tensor "
-        "cores make it 202. At large batches decodes are held back by attention over their contexts, not by the GEMMs."
+        f"cores make it {balance:.0f}. Of {needed} decodes, attention over their contexts takes "
+        f"{crowd[ATTENTION] / sum(crowd.values()):.0%} of the time."
     )
     tables = {"throughput": rows, "intensity": [*intensity, {"phase": "gpu balance", "flops_per_byte": balance}]}
     return Result(setting, [cost.name], tables, checks, comparisons, note)

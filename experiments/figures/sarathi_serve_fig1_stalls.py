@@ -56,9 +56,11 @@ def run(quick: bool) -> Result:
                 {"load": load, "policy": name, "tbt_s_p99": summary["tbt_s_p99"], "tbt_s_p50": summary["tbt_s_p50"]}
             )
     comparisons = []
+    took = []
     for name, label in ARTIFACT_NAME.items():
         theirs = sorted(row["time_s"] for row in artifact if row["policy"] == name)
         if theirs:
+            took.append(f"{label} {theirs[-1]:.0f} s")
             comparisons.append(
                 Comparison(f"{label}: P99 of the time in which nobody gets a token", stalls[name][0],
                            _silence(np.array(theirs))[0], "s", "artifact, figure-1")
@@ -74,8 +76,9 @@ def run(quick: bool) -> Result:
               f"chunks for {stalls['chunked'][1]:.1f} s", stalls["prefill_priority"][1] > 2 * stalls["chunked"][1]),
         Check(f"P99 of the time between tokens at {worst} requests/s: {at[worst, 'prefill_priority']:.2f} s against "
               f"{at[worst, 'chunked']:.2f} s", at[worst, "prefill_priority"] > 2 * at[worst, "chunked"]),
-        Check(f"chunks take no longer for all of it ({spans['chunked']:.0f} s against {spans['prefill_priority']:.0f} "
-              "s; the artifact: 505 s against 567 s)", spans["chunked"] <= 1.1 * spans["prefill_priority"]),
+        Check(f"chunks take at most a tenth longer for all of it ({spans['chunked']:.0f} s against "
+              f"{spans['prefill_priority']:.0f} s{'; the artifact: ' + ', '.join(took) if took else ''})",
+              spans["chunked"] <= 1.1 * spans["prefill_priority"]),
     ]  # fmt: skip
     note = (
         "The artifact's length file is not published; ours has the medians and P90 of the paper's Table 2. Its engine "

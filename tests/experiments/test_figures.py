@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from experiments.experiment import Check, Comparison, Result, experiment_names, 
 from experiments.figure_files import run_experiment
 from experiments.gallery import write_gallery
 from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio
-from experiments.step_costs import GROUPS, decode, hybrid, iteration_ms, layers_ms, prefill
+from experiments.step_costs import GROUPS, decode, hybrid, iteration_ms, layers_ms, linear_and_attention_ms, prefill
 from profiler import load_cost_model
+from tests.simulator.constant_cost import ConstantCost
+from workloads import Trace
 
 CHEAP = (
     "sarathi_fig3_token_cost",
@@ -75,6 +78,17 @@ def test_a_verdict_counts_its_checks() -> None:
     assert "far at +50%" in within_check(rows, 0.2).text
 
 
+def test_a_marginal_decode_is_told_without_the_output_head() -> None:
+    """A chunk in the middle of its prompt needs no head: whole iterations would charge the decodes beside it for it."""
+    cost = load_cost_model("llama-13b", "a6000", cost_model="roofline")
+    shape = hybrid(200, 100, 5, 700)
+    parts = layers_ms(cost, shape)
+    expected = sum(parts[group] for group in GROUPS if group != "others")
+    assert linear_and_attention_ms(cost, shape) == pytest.approx(expected)
+    head_ms = cost.breakdown(shape)["head"] / 1e6
+    assert iteration_ms(cost, shape) > linear_and_attention_ms(cost, shape) + head_ms > head_ms > 0
+
+
 def test_an_unknown_experiment_is_one_clear_line_with_near_names() -> None:
     with pytest.raises(ExperimentError, match=r"did you mean .*sarathi_fig7_tiles"):
         load_experiment("sarathi_fig7")
@@ -121,6 +135,13 @@ def test_a_gallery_shows_verdicts_and_both_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "gallery/sarathi_fig7_tiles.png").stat().st_size < 150_000
     with pytest.raises(ExperimentError, match="found no results"):
         write_gallery(tmp_path / "nothing", tmp_path / "gallery.md")
+    (tmp_path / "claims.json").write_text('[{"says": "x"}]')
+    with pytest.raises(ExperimentError, match=r"claims.json: found something else, expected what .* claims --out"):
+        write_gallery(tmp_path / "results", tmp_path / "gallery.md", tmp_path / "claims.json")
+    (tmp_path / "claims.json").write_text("[")
+    with pytest.raises(ExperimentError) as error:
+        write_gallery(tmp_path / "results", tmp_path / "gallery.md", tmp_path / "claims.json")
+    assert str(error.value).count("claims.json") == 1
 
 
 @pytest.mark.parametrize("name", ["c02_decode_cost", "c03_decode_throughput", "c09_attention_ffn_apart"])
@@ -129,6 +150,32 @@ def test_a_claim_is_judged_with_its_setting_and_numbers(name: str) -> None:
     assert found["verdict"].startswith(("holds", "does not hold"))
     assert found["setting"]
     assert found["numbers"]
+
+
+def test_the_stall_of_decodes_is_measured_at_the_contexts_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 10 ms a step and 10 us a row: 50 decodes take 10.5 ms, the whole prompt 30 ms by itself before they go on, and
+    128 rows of both 11.28 ms."""
+    import simulator
+    from experiments.claims import c01_stall_of_decodes as c01
+
+    seen = []
+
+    def replay(trace: Trace, **options: Any) -> Any:
+        options["cost_model"] = "roofline"
+        run = simulator.simulation.replay(trace, cost=ConstantCost(10_000_000, per_row_ns=10_000), **options)
+        if len(trace) > c01.DECODES:
+            table = run.tables.frame("iterations").sort_values("end_s")
+            last = table[table["end_s"] * 1e9 <= trace.arrival_ns[-1] + 1].iloc[-1]
+            seen.append(last["decode_context_total"] / c01.DECODES)
+        return run
+
+    monkeypatch.setattr(simulator, "replay", replay)
+    row = c01._gaps("llama-3.1-8b", "h100", 1)
+    assert row is not None
+    assert seen == pytest.approx([256, 256], abs=1)
+    assert row["before_ms"] == row["before_chunked_ms"] == pytest.approx(10.5)
+    assert row["prefill_priority_ms"] == pytest.approx(30 + 10.5)
+    assert row["chunked_ms"] == pytest.approx(11.28)
 
 
 def test_there_is_a_claim_for_every_number_of_the_list() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from experiments.engines import ThisProcess, WorkerProcesses, make_engine
 from experiments.errors import ExperimentError
+from experiments.ray_engine import _renamed
 from experiments.sweep import run_sweep
 from experiments.sweep_space import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 
@@ -237,6 +238,15 @@ def test_optuna_proposes_the_same_points_whoever_works_and_however_often_it_is_s
 
 
 @pytest.mark.slow
+def test_a_file_is_renamed_for_another_node_where_a_task_names_it_and_nowhere_else() -> None:
+    places = {"a.csv": "/node/a.csv", "data/a.csv": "/node/data.csv", "p.py": "/node/p.py"}
+    task = {"file": "data/a.csv", "same": ["a.csv", "empirical:a.csv"], "policy": "p.py:Mine", "other": "old/a.csv", "n": 3}
+    assert _renamed(task, places) == {
+        "file": "/node/data.csv", "same": ["/node/a.csv", "empirical:/node/a.csv"], "policy": "/node/p.py:Mine",
+        "other": "old/a.csv", "n": 3,
+    }  # fmt: skip
+
+
 def test_ray_writes_the_same_table_as_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ def test_policies_are_ranked_by_bubbles_where_live_runs_tell_them_apart() -> Non
     assert rows[1].verdict == "outside"
     (line,) = bubbles_in_short(rows)
     assert "1 of 1 shares by cause" in line
+    assert "`a` 10.0% for 11.5%" in line
+    (line,) = bubbles_in_short([*rows, replace(rows[0], load=0.625)])
+    assert "`a` at 90% 10.0% for 11.5%" in line
+    assert "`a` at 62.5% 10.0% for 11.5%" in line
     assert bubbles_in_short([]) == []
 
 
