@@ -19,7 +19,7 @@ from metrics.latencies import finished_latencies
 from profiler.engine_terms import EngineTerms
 
 if TYPE_CHECKING:
-    from experiments.known_steps import Stretch
+    from experiments.known_steps import Second, Stretch
     from profiler.device_fit import DeviceFit
     from profiler.hardware import Hardware
     from profiler.model_spec import ModelSpec
@@ -107,6 +107,13 @@ class Bench:
         measured = {key: statistics(values) for key, values in self.run.latencies.items()}
         simulated = {key: statistics(values) for key, values in latencies_of(replayed).items()}
         return Fidelity(self.run, replayed, {**cost.provenance(), "source": self.source}, measured, simulated)
+
+    def decode_seconds(self) -> list[Second]:
+        """Seconds of the run's log with decode steps alone, measured and predicted."""
+        from experiments.known_steps import decode_seconds
+        from profiler.compose import compose
+
+        return decode_seconds(self.run, compose(self.fit, self.spec, self.hardware, tp=self.tp, terms=self.terms))
 
     def known_stretches(self) -> list[Stretch]:
         """Decode steps whose number the run's request times tell exactly, measured and predicted."""

@@ -93,12 +93,14 @@ def _report(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> dict[
         "iterations_outside_measured_region": int((~inside).sum()),
         "shared_blocks_shown_by_log": {"second": second, "blocks": blocks},
         "known_decode_steps": [asdict(one) | {"error": one.error} for one in bench.known_stretches()],
+        "decode_seconds_of_the_log": [asdict(one) | {"error": one.error} for one in bench.decode_seconds()],
         "ablation": rows,
     }
 
 
 def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
     from experiments.fidelity import STATISTICS
+    from experiments.known_steps import by_size
 
     calibrated = bench.fit.provenance.get("calibrated_on")
     print(f"{result.run.name}: {len(result.run.requests)} requests; costs from {bench.source}", end="")
@@ -120,6 +122,8 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
         size = f"{one.decodes[0]} to {one.decodes[1]} requests"
         times = f"{one.predicted_s * 1e3:.2f} ms predicted, {one.measured_s * 1e3:.2f} measured, {one.error:+.1%}"
         print(f"  {one.steps} decode steps of {size} (their number is certain): {times}")
+    for least, most, seconds, ms, error in by_size(bench.decode_seconds()):
+        print(f"  {seconds} seconds of decodes alone, {least} to {most}: {ms:.1f} ms a step measured, {error:+.1%}")
     if rows:
         print(f"  {'error at mean / P50':50}{'TTFT':>16}{'TPOT':>16}{'E2E':>16}")
     for row in rows:

@@ -6,8 +6,9 @@ repeats its profile at the nodes, and the laws only have to carry it from one no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +20,12 @@ from profiler.attention_law import (
     chunk_share_us,
     fit_batch_law,
 )
-from profiler.decode_law import DecodeLaw, fit_decode_law
+from profiler.decode_law import DecodeLaw, fit_decode_law, fit_single
 from profiler.errors import ProfileError
-from profiler.lattice import Lattice
+from profiler.folds import folds
+from profiler.lattice import Lattice, with_knots
 from profiler.mixed_law import MixedLaw, fit_mixed_law
-from profiler.prefill_law import PrefillLaw, fit_prefill_law
+from profiler.prefill_law import ROW_TILES, TILES, PrefillLaw, fit_prefill_law
 from profiler.profile import parse_chunks
 from profiler.uneven_contexts import fit_uneven
 
@@ -282,8 +284,20 @@ def _fit_decode(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     miss = np.log(us / law.us(n, c))
     misses = {**fit.misses, "decode": _grid([n[many], c[many]], miss[many])}
     if not many.all():
-        misses["single"] = _grid([c[~many]], miss[~many])
+        misses["single"] = _single(law, c[~many], us[~many])
     return replace(fit, decode_law=law, misses=misses, straight=STRAIGHT if fit.grouped else 0.0)
+
+
+def _single(law: DecodeLaw, context: Array, us: Array) -> Lattice:
+    """What the law of several decodes misses of one alone, by a law of its own where no context was measured."""
+    own = fit_single(law, context, us)
+    measured = Lattice.from_points([context], np.log(us / own.us(1, context)))
+    knots = with_knots(measured.axes[0], SINGLE_CONTEXTS)
+    return Lattice([knots], measured(knots) + np.log(own.us(1, knots) / law.us(1, knots)))
+
+
+SINGLE_CONTEXTS = tuple(round(16 * 2 ** (quarter / 4)) for quarter in range(49))
+"""Where one decode alone has knots besides the contexts measured."""
 
 
 STRAIGHT = 0.5
@@ -305,10 +319,12 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     alone = columns[2] == 0
     if alone.any():
         tokens, prefix = columns[0][alone], columns[1][alone]
-        waves = fit_prefill_law(fit.heads, tokens, prefix, tokens, us[alone], fit.sms)
+        tiles = TILES if fit.grouped else ROW_TILES
+        waves = fit_prefill_law(fit.heads, tokens, prefix, tokens, us[alone], fit.sms, tiles=tiles)
         if waves is not None:
             own = np.log(us[alone] / waves.us(fit.heads, tokens, prefix, tokens))
-            if np.abs(own).mean() < np.abs(miss[alone]).mean():
+            nearer = np.abs(own).mean() < np.abs(miss[alone]).mean()
+            if nearer or _nearer_left_out(fit, tokens, prefix, us[alone], tiles):
                 fit, miss[alone] = replace(fit, prefill_law=waves), own
         misses["prefill"] = _grid([tokens, prefix], miss[alone])
     if (~alone).any():
@@ -323,37 +339,33 @@ def _fit_batches(fit: AttentionFit, rows: pd.DataFrame) -> AttentionFit:
     return replace(fit, batch_law=law, misses=misses)
 
 
+def _nearer_left_out(
+    fit: AttentionFit, tokens: Array, prefix: Array, us: Array, tiles: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether dealing blocks tells chunk sizes left out of these rows better than sharing their work out evenly, which
+    has more coefficients and so comes nearer to the rows themselves."""
+    shared, dealt = 0.0, 0.0
+    for left_out in folds(tokens):
+        out = np.isin(tokens, left_out)
+        kept, kept_us = (tokens[~out], prefix[~out]), us[~out]
+        waves = fit_prefill_law(fit.heads, *kept, kept[0], kept_us, fit.sms, tiles=tiles)
+        if waves is None:
+            return False
+        machine = {"heads": fit.heads, "sms": fit.sms}
+        alone = partial(batch_us, **machine, tokens=kept[0], prefix=kept[1], decodes=0, context=0)
+        law = fit_batch_law(alone, kept_us)
+        told = batch_us(law, fit.heads, fit.sms, tokens[out], prefix[out], 0, 0)
+        shared += float(np.abs(np.log(us[out] / told)).sum())
+        told = waves.us(fit.heads, tokens[out], prefix[out], tokens[out])
+        dealt += float(np.abs(np.log(us[out] / told)).sum())
+    return dealt < shared
+
+
 SAMPLE = 3000
 """Batches that the law of chunks is fitted to; a profile has up to 45,000 of one layout."""
 
 LEAST_MIXED = 50
 """Fewer batches of a chunk and decodes do not fill the coefficients of a law of their own."""
-
-
-TABLED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-TABLED_DECODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Where `tabled` deals blocks besides the measured coordinates."""
-
-
-def tabled(fit: AttentionFit) -> AttentionFit:
-    """The same fit without `mixed_law`: what it adds to batch_law is put into the grid, with knots between the measured
-    ones along tokens and decodes, where blocks fill processors."""
-    if fit.mixed_law is None:
-        return fit
-    tokens, prefix, decodes, context = fit.misses["mixed"].axes
-    axes = (_within(TABLED_TOKENS, tokens), prefix, _within(TABLED_DECODES, decodes), context)
-    nodes = np.meshgrid(*axes, indexing="ij", sparse=True)
-    ratio = fit.batch_us(*nodes) / batch_us(fit.batch_law, fit.heads, fit.sms, *nodes)
-    return replace(fit, mixed_law=None, misses={**fit.misses, "mixed": Lattice(axes, np.log(ratio))})
-
-
-def _within(more: tuple[int, ...], knots: Array) -> Array:
-    """Knots and those of `more` between them that are not close to one."""
-    apart = [at for at in more if knots[0] < at < knots[-1] and np.abs(np.log(knots / at)).min() > CLOSE]
-    return np.unique(np.concatenate([knots, apart]))
-
-
-CLOSE = 0.15
 
 
 GEOMETRIC = 8

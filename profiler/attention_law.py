@@ -61,16 +61,16 @@ def chunk_blocks(tokens: ArrayLike, prefix: ArrayLike, query_rows: int = QUERY_R
     return blocks, steps
 
 
-def context_steps(context: ArrayLike, typical: bool = False) -> Array:
-    """Steps of 128 tokens that a decode with `context` tokens in the cache, and its own, begins.
+def context_steps(context: ArrayLike, typical: bool = False, stride: int = CONTEXT_STEP) -> Array:
+    """Steps of `stride` tokens that a decode with `context` tokens in the cache, and its own, begins.
 
     typical: the mean over contexts near this one, half a step above the tokens themselves. Profiles measure multiples
-    of 128, where a step has just begun; contexts in use lie anywhere.
+    of a step, where one has just begun; contexts in use lie anywhere.
     """
     context = np.asarray(context, float)
     if typical:
-        return np.maximum(1.0, (context + 1) / CONTEXT_STEP + 0.5)
-    return np.ceil((context + 1) / CONTEXT_STEP)
+        return np.maximum(1.0, (context + 1) / stride + 0.5)
+    return np.ceil((context + 1) / stride)
 
 
 def batch_us(

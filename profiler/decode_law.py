@@ -1,9 +1,10 @@
 """What decodes alone cost in attention, as physics: thread blocks in waves, and keys and values through memory.
 
-A sequence and KV head is a stream; a thread block walks it 128 tokens at a time. FlashAttention 2 splits streams of
-grouped heads while they are too few to fill the processors, by a rule of its own, and a second kernel puts the parts
-together; heads with keys of their own it never splits. FlashAttention 3 shares all streams out evenly. Blocks run in
-waves and wait for memory; kernel tables that repeat one call also show a cache that serves small batches faster.
+A sequence and KV head is a stream; a thread block walks it 128 tokens at a time (32 or 64 in kernels that split
+nothing). FlashAttention 2 splits streams of grouped heads while they are too few to fill the processors, by a rule of
+its own, and a second kernel puts the parts together; heads with keys of their own it never splits. FlashAttention 3
+shares all streams out evenly. Blocks run in waves and wait for memory; kernel tables that repeat one call also show a
+cache that serves small batches faster.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class DecodeLaw:
     """Coefficients of `us`, microseconds.
 
     launch: of the kernel; `lone`: with one KV head (0: the same). combine: of a second one, after splitting. wave,
-    step: of a wave of blocks, and of 128 tokens of each. stream: of 1000 tokens of one stream from memory; `warm` times
-    that while a cache of `cache` thousands holds them (0: no cache to be seen). start: of 1000 streams, however short.
-    alone: of 1000 tokens of one sequence, which nothing shares. seek, seek_many: finding 1000 decodes' blocks, up to
-    MOST_DYNAMIC of them and beyond. join: >= 1, how sharply blocks and memory meet.
+    step: of a wave of blocks, and of `stride` tokens of each. solo: share by which an odd last wave costs more, where a
+    processor holds two blocks and one alone hides less of what it waits for. stream: of 1000 tokens of one stream from
+    memory; `warm` times that while a cache of `cache` thousands holds them (0: no cache to be seen). start: of 1000
+    streams, however short. alone: of 1000 tokens of one sequence, which nothing shares. seek, seek_many: finding 1000
+    decodes' blocks, up to MOST_DYNAMIC of them and beyond. join: >= 1, how sharply blocks and memory meet.
     streams: KV heads of a decode. slots: blocks that run at once.
     splits: processors by which FlashAttention 2's rule splits streams; 0: it does not. even: streams are shared out
     evenly instead of a block each.
@@ -58,9 +60,11 @@ class DecodeLaw:
     seek: float = 0.0
     seek_many: float = 0.0
     join: float = 2.0
+    solo: float = 0.0
     streams: float = 1.0
     slots: int = 128
     splits: int = 0
+    stride: int = CONTEXT_STEP
     even: bool = False
 
     def as_dict(self) -> dict[str, float | int]:
@@ -76,7 +80,7 @@ class DecodeLaw:
         decodes, context, heads = np.broadcast_arrays(
             *(np.asarray(one, float) for one in (decodes, context, self.streams if heads is None else heads))
         )
-        streams, steps = decodes * heads, context_steps(context, typical)
+        streams, steps = decodes * heads, context_steps(context, typical, self.stride)
         parts = split_by(streams, np.ceil((context + 1) / CONTEXT_STEP), self.splits)
         # Rounding up adds half a part on average.
         each = steps / parts + (parts - 1) / parts / 2 if typical else np.ceil(steps / parts)
@@ -92,7 +96,8 @@ class DecodeLaw:
         if self.even:
             blocks = np.ceil(streams / self.slots) * self.wave + streams / self.slots * self.step * steps
         else:
-            blocks = np.ceil(streams * parts / self.slots) * (self.wave + self.step * each)
+            waves = np.ceil(streams * parts / self.slots)
+            blocks = (waves + self.solo * (waves % 2)) * (self.wave + self.step * each)
         thousands = streams * context / 1000.0
         rate: Array | float = self.stream
         if self.cache:
@@ -135,7 +140,9 @@ def split_by(streams: ArrayLike, steps: ArrayLike, sms: int) -> Array:
 
 
 _PRIOR = {"launch": 10.0, "wave": 2.0, "step": 2.5, "stream": 0.3, "start": 1.5}
-_ALSO = {"fa2": ("combine",), "fa2 whole": (), "fa3": ("combine", "alone", "seek", "seek_many")}
+_ALSO = {"fa2": ("combine",), "fa2 whole": ("solo",), "fa3": ("combine", "alone", "seek", "seek_many")}
+WHOLE_STRIDES = (32, 64, CONTEXT_STEP)
+"""Tokens of a step of FlashAttention 2's kernels that split nothing, by card and head size; a fit tries these."""
 _FIRST = 0.3
 """Where coefficients that a kernel may lack start."""
 CACHES = (0.0, 35.0, 70.0, 140.0)
@@ -166,7 +173,7 @@ def fit_decode_law(
     decodes, context, us, heads = np.broadcast_arrays(
         *(np.asarray(one, float) for one in (decodes, context, us, heads))
     )
-    streams, steps = decodes * heads, context_steps(context)
+    streams = decodes * heads
     both = kernel != "fa3" and (heads == 1).any() and (heads > 1).any()
 
     def fitted(law: DecodeLaw, some: NDArray[np.int64]) -> tuple[float, DecodeLaw]:
@@ -174,20 +181,34 @@ def fit_decode_law(
         names += ["warm"] if law.cache else []
         names += ["cache"] if law.cache and cache is None else []
         names += ["lone"] if both else []
-        parts = split_by(streams[some], steps[some], law.splits)
-        columns = [column[some] for column in (context, streams, steps)]
+        columns = [context[some], streams[some], context_steps(context[some], stride=law.stride)]
+        parts = split_by(columns[1], columns[2], law.splits)
         return _fitted(law, names, [*columns, parts, np.ceil(columns[2] / parts), heads[some]], us[some])
 
     if like is None:
         sample = np.random.default_rng(0).permutation(len(us))[:SAMPLE]
         plain = DecodeLaw(**_PRIOR, slots=sms, splits=sms if kernel == "fa2" else 0, even=kernel == "fa3")
         caches = (0.0,) if kernel != "fa3" else CACHES if cache is None else (0.0, cache)
+        strides = WHOLE_STRIDES if kernel == "fa2 whole" else (CONTEXT_STEP,)
         starts = [
-            replace(plain, join=join, cache=cache, warm=0.5 if cache else 1.0)
-            for join, cache in product((1.3, 2.5), caches)
+            replace(plain, join=join, cache=cache, warm=0.5 if cache else 1.0, stride=stride)
+            for join, cache, stride in product((1.3, 2.5), caches, strides)
         ]
         like = min((fitted(start, sample) for start in starts), key=lambda one: one[0])[1]
     return fitted(like, np.arange(len(us)))[1]
+
+
+def fit_single(law: DecodeLaw, context: ArrayLike, us: ArrayLike) -> DecodeLaw:
+    """One decode alone is another kernel of FlashAttention 2: it splits by the same rule, and has prices of its own.
+
+    law: of two decodes and more, where prices that few rows leave open stay.
+    """
+    context, us = np.asarray(context, float), np.asarray(us, float)
+    heads = np.full(len(context), law.streams)
+    steps = context_steps(context, stride=law.stride)
+    parts = split_by(heads, steps, law.splits)
+    return _fitted(law, ["launch", "combine", "wave", "step", "stream"],
+                   [context, heads, steps, parts, np.ceil(steps / parts), heads], us)[1]  # fmt: skip
 
 
 def _fitted(law: DecodeLaw, names: list[str], columns: list[Array], us: Array) -> tuple[float, DecodeLaw]:
@@ -197,8 +218,8 @@ def _fitted(law: DecodeLaw, names: list[str], columns: list[Array], us: Array) -
 
     def law_of(x: Array) -> DecodeLaw:
         values = dict(zip(names, np.exp(x).tolist(), strict=True))
-        values["join"] = max(1.0, values["join"])
-        values["warm"] = min(1.0, values.get("warm", 1.0))
+        values["join"] = max(1.0, values.get("join", law.join))
+        values["warm"] = min(1.0, values.get("warm", law.warm))
         return replace(law, **values)
 
     def misses(x: Array) -> Array:

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from profiler.attention_family import AttentionFamily, fit_families, nearest_family
-from profiler.attention_fit import AttentionFit, fit_attention, tabled, transferred
+from profiler.attention_fit import AttentionFit, fit_attention, transferred
+from profiler.dealt_grid import tabled
 from profiler.errors import ProfileError
 from profiler.gemm_law import (
     GemmLaw,

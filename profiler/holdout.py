@@ -17,10 +17,12 @@ from policies.batch import BatchShape
 from profiler.attention_family import fit_families, nearest_family
 from profiler.attention_fit import batch_columns, fit_attention
 from profiler.device_fit import MANY_LAYOUTS
+from profiler.errors import ProfileError
 from profiler.folds import folds
 from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
 from profiler.learnt_gemms import ROWS, WIDTHS, learnt_gemms
 from profiler.noise import USED_GROUPS, USED_HEAD, USED_ROWS, USED_WIDTHS
+from profiler.profile import parse_chunks
 from profiler.row_curves import RowCurve
 
 if TYPE_CHECKING:
@@ -35,8 +37,14 @@ AIMS = {"median": 0.02, "p95": 0.08}
 """Errors aimed at on structures left out."""
 
 
+IN_MEMORY = ", in memory"
+"""Ends the names of tables that leave out batches whose keys do not fit on the card beside the model that was profiled,
+which no engine can run. A profile of one layer measures them all the same."""
+
+
 def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -> dict[str, pd.DataFrame]:
-    """Rows left out, by operator and axis ("gemm rows", "decode contexts", ...): their shape, us and predicted us.
+    """Rows left out, by operator and axis ("gemm rows", "decode contexts", ...): their shape, us and predicted us; and
+    where a profile has batches that no engine can run, those tables without them.
 
     iterations: whole steps of a profiled model too.
     """
@@ -51,11 +59,18 @@ def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -
     elif len(attention):
         parts: dict[str, list[pd.DataFrame]] = {}
         for _, rows in layouts:
+            room = _room(rows, hardware)
             for name, table in _attention(rows, hardware).items():
                 parts.setdefault(name, []).append(table)
+                parts.setdefault(name + IN_MEMORY, []).append(table[_keys(table) <= room])
         import pandas as pd
 
-        found |= {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
+        whole = {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items()}
+        found |= {
+            name: table
+            for name, table in whole.items()
+            if not name.endswith(IN_MEMORY) or len(table) < len(whole[name.removesuffix(IN_MEMORY)])
+        }
     found |= _iterations(profile, hardware) if iterations else {}
     return {name: table for name, table in found.items() if len(table)}
 
@@ -92,6 +107,8 @@ def worst_cases(tables: Mapping[str, pd.DataFrame], each: int = 2) -> tuple[str,
     """The largest errors of every table by name: what was left out, its shape, measured and predicted."""
     lines = []
     for name, table in tables.items():
+        if name.endswith(IN_MEMORY):
+            continue
         error = table["predicted_us"] / table["us"] - 1
         for index in error.abs().sort_values(ascending=False).index[:each]:
             row = table.loc[index]
@@ -220,6 +237,24 @@ def _attention(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFram
             if parts:
                 found[f"{kind} {NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
     return found
+
+
+def _room(table: pd.DataFrame, hardware: Hardware) -> float:
+    """Tokens of keys and values that fit on the card beside the model of these rows; any where the model is unknown."""
+    from profiler.capacity import plan_memory
+    from profiler.model_config import load_model_spec
+
+    model, tp = str(table["model"].iloc[0]), int(table["tensor_parallel"].iloc[0])
+    try:
+        return float(plan_memory(load_model_spec(model), hardware, tp=max(tp, 1)).kv_tokens)
+    except ProfileError:
+        return float("inf")
+
+
+def _keys(table: pd.DataFrame) -> pd.Series:
+    """Tokens that each batch holds once it has run."""
+    chunks = {text: sum(tokens + prefix for tokens, prefix in parse_chunks(text)) for text in table["chunks"].unique()}
+    return table["decode_context_total"] + table["decodes"] + table["chunks"].map(chunks)
 
 
 def _families(table: pd.DataFrame, hardware: Hardware) -> dict[str, pd.DataFrame]:

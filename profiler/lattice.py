@@ -22,6 +22,16 @@ def stretched(values: ArrayLike) -> Array:
     return np.log2(np.asarray(values, float) + STRETCH)
 
 
+CLOSE = 0.15
+"""A knot whose logarithm is nearer than this to another's adds nothing."""
+
+
+def with_knots(axis: Array, more: Sequence[int]) -> Array:
+    """An axis and those of `more` between its ends that are not close to one of its own."""
+    apart = [at for at in more if axis[0] < at < axis[-1] and np.abs(np.log(axis / at)).min() > CLOSE]
+    return np.unique(np.concatenate([axis, apart]))
+
+
 class Lattice:
     """A value at every node of a grid: axes in ascending order, `values` with one dimension an axis, no NaN."""
 

@@ -47,7 +47,7 @@ MAX_ARRAY_BYTES = 64 << 20
 MAX_MISS = 20.0
 """Largest |log(measured / law)| that is believed."""
 
-_ADDED = ("seek", "seek_many")
+_ADDED = ("seek", "seek_many", "solo")
 """Coefficients that files written before they were known lack, and that are then zero."""
 
 _AXES = {"decode": 2, "single": 1, "prefill": 2, "mixed": 4}
@@ -305,6 +305,8 @@ def _batch_law(entry: Entry) -> BatchLaw:
 def _decode_law(entry: Entry) -> DecodeLaw:
     values = Entry(entry.path, f"{entry.where}.decode_law", entry.values.get("decode_law"))
     counts = {name: values.count(name, least, MOST_SLOTS) for name, least in (("slots", 1), ("splits", 0))}
+    if "stride" in values.values:
+        counts["stride"] = values.count("stride", 1, MOST_SLOTS)
     return DecodeLaw(**_coefficients(values, DecodeLaw().as_dict()), **counts, even=values.values.get("even") is True)
 
 

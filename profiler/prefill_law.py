@@ -7,6 +7,7 @@ long as the context it walks, to whichever processor is free first; time is that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -22,6 +23,8 @@ BLOCK_STEPS = (0.0, 0.25, 0.5, 1.0, 2.0)
 BLOCKS_A_PROCESSOR = (1, 2)
 TILES = ((64, 128), (128, 64))
 """Query rows of a block and tokens of a step: FlashAttention 2 on a paged cache, and on keys in a row."""
+ROW_TILES = (*TILES, (64, 64), (128, 32))
+"""And on keys in a row where a processor has little shared memory: with a causal mask, and without."""
 ALONE = (1.0, 0.8, 0.65)
 """Of its price in a processor shared by two: what a block may pay that has one to itself."""
 LEAST_ROWS = 8
@@ -98,17 +101,18 @@ def fit_prefill_law(
     us: ArrayLike,
     sms: int,
     many_layouts: bool = False,
+    tiles: Sequence[tuple[int, int]] = TILES,
 ) -> PrefillLaw | None:
     """The law with the least absolute relative error; None where too few rows were measured to tell.
 
-    many_layouts: rows of many head layouts, which tell what blocks take that share nothing.
+    many_layouts: rows of many head layouts, which tell what blocks take that share nothing. tiles: those to try.
     """
     columns = (np.asarray(column, float) for column in (heads, tokens, prefix, stored, us))
     heads, tokens, prefix, stored, us = np.broadcast_arrays(*columns)
     if len(us) < LEAST_ROWS:
         return None
     best: tuple[float, PrefillLaw] | None = None
-    for blocks, block, (rows, stride) in product(BLOCKS_A_PROCESSOR, BLOCK_STEPS, TILES):
+    for blocks, block, (rows, stride) in product(BLOCKS_A_PROCESSOR, BLOCK_STEPS, tiles):
         for alone in ALONE if many_layouts and blocks == 2 else (1.0,):
             law = PrefillLaw(0.0, 1.0, block, 0.0, blocks * sms, rows, stride, alone)
             steps = dealt_steps(heads, tokens, prefix, law)

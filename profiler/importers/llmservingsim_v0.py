@@ -1,10 +1,12 @@
 """LLMServingSim's first profile form: tpN/{layers,attention}.csv, one FlashAttention call or one layer's kernel a row.
 
 Traps: layers.csv is nanoseconds, attention.csv milliseconds; attention's kv_cache_size counts the whole batch, not a
-request (a batch of 2 at 1024 costs what a batch of 1 costs at 512), and for prefill it includes the chunk itself;
-decode rows with less than 16 tokens of context a request measured an empty launch; q, k and v, and gate and up, are
-separate. The `attn` rows of layers.csv repeat attention.csv without a prefix. Decodes were called without grouping the
-query heads of a KV head (four times the reads: 210 GB/s of keys and values on a card of 768), unlike vLLM's.
+request (a batch of 2 at 1024 costs what a batch of 1 costs at 512), each request got its whole-number share of it
+rounded down (94 decodes of 3072 tokens walk 32 each, 93 of them 33, which is a step more and 50 % slower), and the
+tokens of the step itself are among it; decode rows with fewer tokens than requests measured an empty launch; q, k and
+v, and gate and up, are separate. The `attn` rows of layers.csv repeat attention.csv without a prefix. Decodes were
+called without grouping the query heads of a KV head (four times the reads: 210 GB/s of keys and values on a card of
+768), unlike vLLM's.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ _LAYERS = {
     "gate_proj": "gemm",
 }
 _LEFT_OUT = {"v_proj", "up_proj", "attn", "post_layernorm"}
-LEAST_CONTEXT = 16
 
 
 def read(
@@ -99,15 +100,16 @@ def _attention(folder: Path, spec: ModelSpec, tp: int) -> pd.DataFrame:
     table = read_csv(path, ["batch_size", "prefill_chunk_size", "kv_cache_size", *kinds], ["is_prefill"])
     prefill = table["is_prefill"].str.lower().isin(("true", "1"))
     batch, total, tokens = table["batch_size"], table["kv_cache_size"], table["prefill_chunk_size"]
-    usable = prefill | (total >= batch * LEAST_CONTEXT)
+    keys = total // batch
+    usable = prefill | (keys >= 1)
     chunks = [f"{int(t)}:{int(kv - t)}" if p else "" for t, kv, p in zip(tokens, total, prefill, strict=True)]
     out = pd.DataFrame({"operator": "attention", "chunks": chunks}, index=table.index)
     out["heads"], out["kv_heads"] = spec.heads // tp, spec.kv_heads_per_device(tp)
     out["head_dim"] = spec.head_dim
     out["rows"] = tokens.where(prefill, batch)
     out["decodes"] = batch.where(~prefill, 0)
-    out["decode_context_total"] = total.where(~prefill, 0)
-    out["decode_context_max"] = (-(-total // batch)).where(~prefill, 0)
+    out["decode_context_total"] = (batch * (keys - 1)).where(~prefill, 0)
+    out["decode_context_max"] = (keys - 1).where(~prefill, 0)
     for stat in ("median", "min", "max"):
         one, other = table[f"time_stats.attn_prefill.{stat}"], table[f"time_stats.attn_decode.{stat}"]
         out[f"{stat}_s"] = one.where(prefill, other) * 1e-3

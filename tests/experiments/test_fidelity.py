@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
 from experiments.fidelity import Variant, latencies_of, make_bench, over_time, statistics
-from experiments.known_steps import known_stretches, level_us
+from experiments.known_steps import by_size, decode_seconds, known_stretches, level_us
 from experiments.vllm_run import VllmRun, read_vllm_run
 from simulator import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -125,12 +125,41 @@ def test_requests_with_one_first_step_tell_the_steps_between_their_ends() -> Non
     requests = pd.DataFrame(
         {"first_s": [1.0] * 3, "last_s": [2.0, 2.3, 2.38], "prompt": [100] * 3, "output": [10, 40, 50]}
     )
-    run = VllmRun(Path("."), {}, requests, pd.DataFrame())
+    # The log's own count: 45 tokens of 1.5 requests on average, then 10 of one.
+    log = pd.DataFrame({"t": [2.0, 2.3, 2.38], "running": [2, 1, 1], "gen_throughput": [9, 45, 10]})
+    run = VllmRun(Path("."), {}, requests, log)
     (stretch,) = known_stretches(run, ConstantCost(device_ns=9_000_000))
     assert (stretch.steps, stretch.decodes) == (40, (2, 1))
     assert stretch.measured_s == pytest.approx(0.0095)
     assert stretch.error == pytest.approx(9 / 9.5 - 1)
     assert level_us([stretch]) == pytest.approx(500)
     # Had the last one been preempted for a second, nothing would be certain.
-    late = VllmRun(Path("."), {}, requests.assign(last_s=[2.0, 2.3, 3.38]), pd.DataFrame())
+    late = VllmRun(Path("."), {}, requests.assign(last_s=[2.0, 2.3, 3.38]), log)
     assert known_stretches(late, ConstantCost(device_ns=9_000_000)) == []
+    # Nor if the log counts 43 steps: one of the two was preempted earlier, so their tokens do not tell the steps.
+    other = VllmRun(Path("."), {}, requests, log.assign(gen_throughput=[9, 48, 11]))
+    assert known_stretches(other, ConstantCost(device_ns=9_000_000)) == []
+
+
+def test_seconds_of_the_log_with_decodes_alone_tell_steps_by_batch_size() -> None:
+    """Two requests, 200 tokens a second: steps of 10 ms. A second with a prompt, one after it, and one that admits a
+    preempted request tell nothing."""
+    requests = pd.DataFrame(
+        {"queued_s": [0.0, 0.0], "first_s": [0.2, 0.2], "last_s": [8.0, 9.0], "prompt": [100] * 2, "output": [700, 800]}
+    )
+    log = pd.DataFrame(
+        {
+            "t": [1.0, 2.0, 3.0, 4.0, 5.0],
+            "prompt_throughput": [200, 0, 0, 0, 0],
+            "gen_throughput": [100, 180, 200, 210, 200],
+            "running": [2, 2, 2, 2, 2],
+            "waiting": [1, 1, 1, 1, 0],
+        }
+    )
+    seconds = decode_seconds(VllmRun(Path("."), {}, requests, log), ConstantCost(device_ns=9_000_000))
+    assert [one.t for one in seconds] == [3.0, 4.0]
+    assert [one.measured_s for one in seconds] == pytest.approx([0.01, 2 / 210])
+    ((least, most, count, ms, error),) = by_size(seconds)
+    assert (least, most, count) == (1, 8, 2)
+    assert ms == pytest.approx((10 + 2000 / 210) / 2)
+    assert error == pytest.approx((0.9 - 1 + 0.945 - 1) / 2)

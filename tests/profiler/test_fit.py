@@ -98,6 +98,32 @@ def test_structures_left_out_are_predicted_within_the_aims_where_the_grid_allows
         assert 0.8 <= error["coverage"] <= 0.99, (name, error)
 
 
+@needs_data
+def test_the_first_form_is_told_by_its_kernels_own_tiles() -> None:
+    profile = import_profile("llmservingsim-v0", DATA / "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B")
+    attention = Profile(profile.rows_of("attention").reset_index(drop=True), {})
+    errors = summary(held_out(attention, load_hardware("a6000"), iterations=False))
+    assert set(errors) == {f"decode {axis}" for axis in ("batch sizes", "contexts")} | {
+        f"prefill {axis}" for axis in ("chunk sizes", "prefixes")
+    }
+    for name, error in errors.items():
+        assert error["median"] < 0.02, name
+        assert error["p95"] < 0.08, name
+
+
+@needs_data
+def test_batches_that_no_engine_can_run_are_told_apart() -> None:
+    """Llama-3.1-8B leaves an RTX 4090 room for some 40,000 tokens; its profile goes on to 256 decodes of 16,384."""
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    table = profile.rows_of("attention")
+    decodes = Profile(table[table["chunks"] == ""].reset_index(drop=True), {})
+    tables = held_out(decodes, load_hardware("rtx4090"), iterations=False)
+    whole, fitting = tables["decode batch sizes"], tables["decode batch sizes, in memory"]
+    assert whole["decode_context_total"].max() == 128 * 16384
+    assert fitting["decode_context_total"].max() == 32768
+    assert len(fitting) == (whole["decode_context_total"] <= 32768).sum()
+
+
 def test_intervals_are_wider_where_nothing_was_measured() -> None:
     errors = {"gemm rows": {"p90": 0.03}, "gemm widths": {"p90": 0.1}, "decode contexts": {"p90": 0.05}}
     measured, composed = half_widths(errors, ()), half_widths(errors, ("ffn_up 28672x4096", "norm"))

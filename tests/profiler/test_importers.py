@@ -75,9 +75,13 @@ def test_the_first_form_mixes_nanoseconds_and_milliseconds_and_counts_the_whole_
     profile = import_profile("llmservingsim-v0", DATA / "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B")
     assert seconds(profile, operator="ffn_down", rows=128) == pytest.approx(177.0e-6, rel=1e-3)
     assert seconds(profile, operator="attention", chunks="32:0") == pytest.approx(4.352e-6)
-    pair = seconds(profile, operator="attention", decodes=2, decode_context_total=1024, decode_context_max=512)
-    single = seconds(profile, operator="attention", decodes=1, decode_context_total=512, decode_context_max=512)
+    pair = seconds(profile, operator="attention", decodes=2, decode_context_total=2 * 511, decode_context_max=511)
+    single = seconds(profile, operator="attention", decodes=1, decode_context_total=511, decode_context_max=511)
     assert pair == pytest.approx(single, rel=0.05)
+    # 3072 tokens are 33 keys for each of 93 decodes and 32 for each of 94: a step of 32 more, or none.
+    more = seconds(profile, operator="attention", decodes=93, decode_context_max=32)
+    fewer = seconds(profile, operator="attention", decodes=94, decode_context_total=94 * 31, decode_context_max=31)
+    assert more > 1.4 * fewer
 
 
 def test_an_unknown_kind_and_an_empty_folder_are_one_clear_line(tmp_path: Path) -> None:

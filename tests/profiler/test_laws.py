@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiler.attention_cells import Axis, evaluated, polynomials
-from profiler.attention_fit import AttentionFit, fit_attention, tabled
+from profiler.attention_fit import AttentionFit, fit_attention
 from profiler.attention_law import BatchLaw
-from profiler.decode_law import DecodeLaw, split_by
+from profiler.dealt_grid import tabled
+from profiler.decode_law import DecodeLaw, fit_decode_law, split_by
 from profiler.hardware import load_hardware
 from profiler.importers import import_profile
 from profiler.lattice import Lattice
@@ -98,6 +99,33 @@ def test_decodes_run_in_waves_until_memory_is_too_slow() -> None:
 
 MIXED = MixedLaw(launch=4.0, step=4.0, block=0.0, decode_block=0.0, empty=0.0, write=0.0, read=0.5, cache=165.0,
                  apart=0.0, beside=0.0, slots=128, rows=64, stride=128, sharing=4)  # fmt: skip
+
+
+def test_kernels_that_split_nothing_step_by_their_own_stride_and_an_odd_wave_costs_more() -> None:
+    law = DecodeLaw(launch=2.0, wave=0.5, step=1.5, stream=0.0, solo=0.2, streams=32, slots=84, stride=32)
+    # 32 blocks are one wave, 96 two, 192 three; 31 tokens and their own are one step of 32, 32 two.
+    assert law.us([1, 3, 6], 31).tolist() == pytest.approx([2 + 1.2 * 2.0, 2 + 2 * 2.0, 2 + 3.2 * 2.0])
+    assert law.us([1, 3, 6], 32).tolist() == pytest.approx([2 + 1.2 * 3.5, 2 + 2 * 3.5, 2 + 3.2 * 3.5])
+
+
+def test_the_stride_of_such_a_kernel_shows_in_its_times() -> None:
+    rng = np.random.default_rng(2)
+    decodes, context = rng.integers(1, 64, 300), rng.integers(1, 2000, 300)
+    truth = DecodeLaw(launch=2.0, wave=0.5, step=1.5, stream=0.05, join=4.0, solo=0.2, streams=32, slots=84, stride=64)
+    found = fit_decode_law(decodes, context, truth.us(decodes, context), sms=84, heads=32, kernel="fa2 whole")
+    assert found.stride == 64
+    assert found.resized(32).us(decodes, context) == pytest.approx(truth.us(decodes, context), rel=0.05)
+
+
+@needs_data
+def test_contexts_of_one_decode_alone_are_told_by_prices_of_its_own() -> None:
+    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    table = profile.rows_of("attention")
+    alone = table[(table["chunks"] == "") & ~table["backend"].str.contains("twin")]
+    kept = alone[~alone["decode_context_max"].isin([64, 128])]
+    fit = fit_attention(kept, load_hardware("rtx4090").sms)
+    # attention.csv: 9.43 us at 64 tokens, 12.98 at 128, where a second kernel puts two parts together.
+    assert fit.decode_us([1, 1], [64, 128]).tolist() == pytest.approx([9.43, 12.98], rel=0.03)
 
 
 def test_decodes_beside_a_chunk_are_dealt_between_its_blocks() -> None:
