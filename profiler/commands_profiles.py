@@ -70,7 +70,7 @@ def fit_command(
     layouts = len(fit.attention) + len(fit.families)
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
     for name, error in fit.errors.items():
-        print(f"  {name:22} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
+        print(f"  {name:32} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
 
 
 def compare_command(

@@ -20,6 +20,7 @@ from profiler.device_fit import MANY_LAYOUTS
 from profiler.errors import ProfileError
 from profiler.folds import folds
 from profiler.gemm_law import composed_curve, curve_us, fit_gemm_law, gemm_grid, without_noise
+from profiler.intervals import IN_MEMORY
 from profiler.learnt_gemms import ROWS, WIDTHS, learnt_gemms
 from profiler.noise import USED_GROUPS, USED_HEAD, USED_ROWS, USED_WIDTHS
 from profiler.profile import parse_chunks
@@ -35,11 +36,6 @@ Array = NDArray[np.float64]
 
 AIMS = {"median": 0.02, "p95": 0.08}
 """Errors aimed at on structures left out."""
-
-
-IN_MEMORY = ", in memory"
-"""Ends the names of tables that leave out batches whose keys do not fit on the card beside the model that was profiled,
-which no engine can run. A profile of one layer measures them all the same."""
 
 
 def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -> dict[str, pd.DataFrame]:
@@ -315,6 +311,7 @@ def _iterations(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]
     gemms = ((own.table["k"] > 0) & (own.table["operator"] != "head")).to_numpy()
     whole = compose(fit_device(own, hardware), spec, hardware, tp=tp)
     rows = list(folds(own.table["rows"].to_numpy(float)[gemms], most=USED_ROWS))
+    room = _room(own.table, hardware)
     found = {}
     for axis in ("tokens", "decodes", "context"):
         parts = []
@@ -328,7 +325,11 @@ def _iterations(profile: Profile, hardware: Hardware) -> dict[str, pd.DataFrame]
             scored["operator"], scored["median_s"] = "iteration", whole.predict_ns(shapes) * 1e-9
             parts.append(_scored(scored, part.predict_ns(shapes) * 1e-3, fold))
         if parts:
-            found[f"iteration {NAMES[axis]}"] = pd.concat(parts, ignore_index=True)
+            name = f"iteration {NAMES[axis]}"
+            found[name] = pd.concat(parts, ignore_index=True)
+            fitting = found[name][_keys(found[name]) <= room]
+            if len(fitting) < len(found[name]):
+                found[name + IN_MEMORY] = fitting
     return found
 
 

@@ -21,6 +21,10 @@ HOST = 0.30
 """Half-width of host time: 5 to 95 % of the steps in four vLLM logs lie 16 to 31 % below and 28 to 58 % above a
 line."""
 
+IN_MEMORY = ", in memory"
+"""Ends the names of errors that leave out batches whose keys do not fit on the card beside the model that was profiled,
+which no engine can run. A profile of one layer measures them all the same."""
+
 GEMM_OPERATORS = ("qkv", "attention_out", "ffn_up", "ffn_down", "head")
 _SOURCES = {
     "gemm": ("gemm rows",),
@@ -34,12 +38,12 @@ _SOURCES = {
 def half_widths(errors: Mapping[str, Mapping[str, float]], composed: tuple[str, ...]) -> dict[str, float]:
     """Half-widths of 90 % intervals by operator.
 
-    errors: of the fit, as `profiler.holdout.summary` gives them. composed: operators that were not measured in this
-    width, as `Region.composed` names them.
+    errors: of the fit, as `profiler.holdout.summary` gives them; where batches that an engine can run were told apart,
+    theirs count. composed: operators that were not measured in this width, as `Region.composed` names them.
     """
 
     def widest(kind: str) -> float:
-        found = [errors[name]["p90"] for name in _SOURCES[kind] if name in errors]
+        found = [errors.get(name + IN_MEMORY, errors[name])["p90"] for name in _SOURCES[kind] if name in errors]
         return max(found, default=SPECIFIED)
 
     lacking = {name.split(" ")[0] for name in composed}
