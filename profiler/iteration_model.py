@@ -29,12 +29,16 @@ MAX_ROWS = 1 << 20
 
 CONTEXT_LEVELS = (4096, 16384, 65536)
 """Contexts of all decodes, in tokens, beyond which each further one may cost more: they no longer fit a cache."""
+PAIR_LEVELS = (2048, 8192, 32768)
+"""Contexts of a prompt, in tokens, beyond which the query-key pairs of each further one may cost more, likewise."""
 AMOUNTS = (
     "steps", "sampled", "chunks", "chunk_pairs", "chunk_context", "decodes", "decode_context", "decode_context_max",
     "mixed", *(f"decode_context_over_{size}" for size in CONTEXT_LEVELS),
+    *(f"chunk_pairs_over_{size}" for size in PAIR_LEVELS),
 )  # fmt: skip
 """What a shape is charged for beside its rows. steps: 1. chunk_pairs: query-key pairs of all chunks. chunk_context:
-prefix + tokens of every chunk, added up. decode_context: contexts of all decodes. mixed: 1 with chunks and decodes."""
+prefix + tokens of every chunk, added up. decode_context: contexts of all decodes. mixed: 1 with chunks and decodes.
+chunk_pairs_over_N: of the pairs those whose key lies N tokens or more before its query."""
 
 ROW_TERMS = tuple(
     [("rows", 0)]
@@ -114,6 +118,8 @@ class IterationModel:
         self.name = f"fitted {fit.model} {fit.device} {fit.dtype}" + (f" x{speed:.3f}" if speed != 1.0 else "")
         factor = speed * (1.0 + fit.disturbance)
         self._prices = tuple(price * factor for price in fit.prices)
+        self._context_prices = self._prices[9 : 9 + len(CONTEXT_LEVELS)]
+        self._pair_prices = self._prices[9 + len(CONTEXT_LEVELS) :]
         self._row_prices = tuple(price * factor for price in fit.row_prices)
         self._host_before = tuple(price * factor for price in fit.host_before)
         self._host_after = tuple(price * factor for price in fit.host_after)
@@ -144,7 +150,7 @@ class IterationModel:
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time in ns; the simulator's inner loop, `predict_ns` is its vector twin."""
         chunks, decodes, total, largest, dummy, sampled, executed = shape
-        step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed, *beyond = self._prices
+        step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed = self._prices[:9]
         rows = decodes
         ns = int(step + 0.5) + int(sampled * p_sampled + 0.5)
         if chunks:
@@ -154,11 +160,13 @@ class IterationModel:
                 pairs += tokens * prefix + tokens * (tokens + 1) // 2
                 held += tokens + prefix
             ns += int(len(chunks) * p_chunk + 0.5) + int(pairs * p_pairs + 0.5) + int(held * p_context + 0.5)
+            for size, price in zip(PAIR_LEVELS, self._pair_prices):
+                ns += int(sum([_pairs_over(size, tokens, prefix) for tokens, prefix in chunks]) * price + 0.5)
             if decodes:
                 ns += int(p_mixed + 0.5)
         if decodes:
             ns += int(decodes * p_decode + 0.5) + int(total * p_total + 0.5) + int(largest * p_largest + 0.5)
-            for size, price in zip(CONTEXT_LEVELS, beyond):
+            for size, price in zip(CONTEXT_LEVELS, self._context_prices):
                 if total <= size:
                     break
                 ns += int((total - size) * price + 0.5)
@@ -185,7 +193,7 @@ class IterationModel:
         decodes = shape.decodes
         total, largest = shape.decode_context_total + ahead * decodes, shape.decode_context_max + ahead * (decodes > 0)
         grown = _rounded(total, self._prices[6]) + _rounded(largest, self._prices[7])
-        for size, price in zip(CONTEXT_LEVELS, self._prices[9:]):
+        for size, price in zip(CONTEXT_LEVELS, self._context_prices):
             grown += _rounded(np.maximum(total - size, 0), price)
         return np.asarray(grown + (self.stage_ns(shape) - grown[:1]))
 
@@ -290,9 +298,20 @@ def amounts(columns: ShapeColumns) -> Column:
             np.ones(len(columns), np.int64), columns.sampled, chunks, pairs, held, decodes,
             columns.decode_context_total, columns.decode_context_max, ((chunks > 0) & (decodes > 0)).astype(np.int64),
             *(np.maximum(columns.decode_context_total - size, 0) for size in CONTEXT_LEVELS),
+            *(columns.per_batch(_pairs_over(size, columns.chunk_tokens, columns.chunk_prefix)) for size in PAIR_LEVELS),
         ],
         axis=1,
     )  # fmt: skip
+
+
+def _pairs_over(size: int, tokens: Any, prefix: Any) -> Any:
+    """Query-key pairs of a chunk whose key lies `size` tokens or more before its query; of numbers or of columns."""
+    last, first = (tokens + prefix - size), (prefix - size)
+    if isinstance(tokens, int):
+        last, first = (last if last > 0 else 0), (first if first > 0 else 0)
+    else:
+        last, first = np.maximum(last, 0), np.maximum(first, 0)
+    return (last * (last + 1) - first * (first + 1)) // 2
 
 
 def row_basis(rows: Column) -> Array:

@@ -160,8 +160,8 @@ def test_a_fit_reads_back_and_is_loaded_like_any_cost_model(tmp_path: Path, mode
     ("change", "message"),
     [
         ({"version": 9}, "expected 'charioteer fitted iterations' version 1"),
-        ({"prices": [1.0]}, "prices: found .* expected 12 numbers"),
-        ({"prices": ["a"] * 12}, "prices: found"),
+        ({"prices": [1.0]}, "prices: found .* expected 15 numbers"),
+        ({"prices": ["a"] * 15}, "prices: found"),
         ({"drift": -1}, "drift: found"),
         ({"bounds": {"rows": 3}}, "bounds: found"),
         ({"amounts": ["steps"]}, "not those of this version"),
@@ -188,6 +188,27 @@ def test_a_gauge_is_told_by_how_much_iterations_follow_it(shapes: int) -> None:
     gauge = fit_iterations(make_profile(table, {})).provenance["gauge"]
     assert gauge["power"] == pytest.approx(2.0, abs=0.1)
     assert gauge["typical_s"] == pytest.approx(40e-6, rel=0.03)
+
+
+def test_pairs_beyond_a_cache_have_a_price_of_their_own() -> None:
+    """A machine on which a pair costs half as much again once its key lies 2,048 tokens back."""
+    rng = np.random.default_rng(3)
+    shapes = [
+        BatchShape(((int(2 ** rng.uniform(4, 9)), int(rng.integers(0, 7000))),), 0, 0, 0, 0, 1) for _ in range(120)
+    ]
+    profile = profile_of(shapes)
+
+    def over(tokens: int, prefix: int) -> int:
+        return sum(max(0, position - 2048) for position in range(prefix + 1, prefix + tokens + 1))
+
+    profile.table["median_s"] += [over(*shape.chunks[0]) * 6e-9 for shape in shapes * 3]
+    model = IterationModel(fit_iterations(profile))
+    for tokens, prefix in ((256, 0), (300, 1900), (512, 6000)):
+        shape = BatchShape(((tokens, prefix),), 0, 0, 0, 0, 1)
+        expected = law_s(shape) * 1e9 + 6 * over(tokens, prefix)
+        assert model.stage_ns(shape) == pytest.approx(expected, rel=0.01)
+        assert model.stage_ns(shape) == model.predict_ns([shape])[0]
+        assert model.breakdown(shape).get("chunk_pairs_over_2048", 0) == pytest.approx(6 * over(tokens, prefix), rel=0.05)
 
 
 def test_a_disturbed_measurement_is_cut_to_its_share_of_the_processor_unless_its_clock_stood_still() -> None:
