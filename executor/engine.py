@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from executor.arrivals import NEVER, Arrivals
 from executor.cpu_clock import step_clock
 from executor.prompts import Prompts
 from executor.runner import Prepared, Result, Runner
@@ -28,7 +29,6 @@ from policies import Batch, Chunk, Ns, Request, Scheduler, Track
 from workloads.trace import Trace
 
 Progress = Callable[[int, int], None]
-_NEVER = 1 << 62
 
 
 class Flight(NamedTuple):
@@ -57,47 +57,6 @@ class Outcome:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     host_ns: list[int] = field(default_factory=list)
-
-
-class Arrivals:
-    """Rows of a trace by the moment at which they reach the engine, closed-loop ones once their predecessor ended."""
-
-    def __init__(self, trace: Trace, time_scale: float, at_once: bool) -> None:
-        self._followers = trace.followers()
-        self._think = trace.think_ns
-        self._scale = 0.0 if at_once else time_scale
-        waits = set().union(*self._followers.values()) if self._followers else set()
-        self._due = [
-            (round(int(at) * self._scale), row) for row, at in enumerate(trace.arrival_ns.tolist()) if row not in waits
-        ]
-        self._due.sort()
-        self._next = 0
-        self._later: list[tuple[Ns, int]] = []
-        self.outstanding = len(trace)
-
-    def due(self, now_ns: Ns) -> Iterator[tuple[Ns, int]]:
-        """(arrival, row) of everything that has arrived by now, in order."""
-        while self.next_ns <= now_ns:
-            if self._later and (self._next >= len(self._due) or self._later[0] < self._due[self._next]):
-                yield heappop(self._later)
-            else:
-                self._next += 1
-                yield self._due[self._next - 1]
-
-    @property
-    def next_ns(self) -> Ns:
-        first = self._due[self._next][0] if self._next < len(self._due) else _NEVER
-        return min(first, self._later[0][0]) if self._later else first
-
-    def ended(self, row: int, now_ns: Ns) -> None:
-        self.outstanding -= 1
-        for follower in self._followers.get(row, ()):
-            assert self._think is not None
-            heappush(self._later, (now_ns + round(int(self._think[follower]) * self._scale), follower))
-
-    def rest(self) -> list[tuple[Ns, int]]:
-        """Everything that has not arrived: with its time, or -1 for rows that still wait for another's answer."""
-        return [*self._due[self._next :], *sorted(self._later)]
 
 
 class LiveEngine:
@@ -244,12 +203,12 @@ class LiveEngine:
         """Nothing can be planned: sleep until something arrives, gives up or an alarm rings, or end who is stuck."""
         scheduler = self.scheduler
         alarm = scheduler.alarm_ns
-        if (alarm is None and self.arrivals.next_ns == _NEVER) or (scheduler.queues.waiting and alarm is None):
+        if (alarm is None and self.arrivals.next_ns == NEVER) or (scheduler.queues.waiting and alarm is None):
             ended = scheduler.reject_stuck(self.now_ns())
             if ended is not None:
                 self._end(ended)
                 return
-        until = min(self.arrivals.next_ns, alarm or _NEVER, self._give_up[0][0] if self._give_up else _NEVER)
+        until = min(self.arrivals.next_ns, alarm or NEVER, self._give_up[0][0] if self._give_up else NEVER)
         self._idle = True
         # Short naps keep signals and client time-outs prompt.
         time.sleep(min(max(until - self.now_ns(), 0) / 1e9, 0.05))

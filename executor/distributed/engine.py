@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from executor.arrivals import NEVER
 from executor.distributed.clocks import RankClock
 from executor.distributed.layout import Layout
 from executor.distributed.plans import plan_bytes
 from executor.distributed.ranks import Ranks
-from executor.engine import _NEVER, Flight, LiveEngine
+from executor.engine import Flight, LiveEngine
 from executor.runner import Prepared, Result, Runner
 from metrics import Recorder
 from policies import Batch, BatchShape, Chunk, Ns
@@ -75,9 +76,9 @@ class ShardedEngine(LiveEngine):
 
     def _patience_s(self, slot_is_open: bool) -> float:
         """How long nothing but a result can change anything; signals are looked at four times a second."""
-        until = self._give_up[0][0] if self._give_up else _NEVER
+        until = self._give_up[0][0] if self._give_up else NEVER
         if slot_is_open:
-            until = min(until, self.arrivals.next_ns, self.scheduler.alarm_ns or _NEVER)
+            until = min(until, self.arrivals.next_ns, self.scheduler.alarm_ns or NEVER)
         return min(max(until - self.now_ns(), 0) / 1e9, 0.25)
 
     def _launch(self, batch: Batch, worker: ThreadPoolExecutor | None) -> None:

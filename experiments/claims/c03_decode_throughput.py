@@ -19,6 +19,8 @@ def run(quick: bool) -> Finding:
     verdict = HOLDS if len(inside) == len(rows) else holds_under(where) if inside else FAILS
     ours = f"{min(values):.1f} to {max(values):.1f} times ({spoken})"
     setting = (
-        "LLaMA-13B on A6000, decode-maximal batches of 256 rows; marginal cost of a decode against one among decodes"
+        "LLaMA-13B on A6000, decode-maximal batches of 256 rows; marginal cost of a decode against one among decodes, "
+        "linear layers and attention"
     )
-    return Finding(setting, ours, verdict, result.cost_models, {"rows": rows})
+    costs = [name for name in result.cost_models if "llama-13b" in name]
+    return Finding(setting, ours, verdict, costs, {"rows": rows})

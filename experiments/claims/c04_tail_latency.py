@@ -34,7 +34,7 @@ def run(quick: bool) -> Finding:
     }
     names = {99: "P99", 99.9: "P99.9", 100: "the longest gap"}
     ours = "; ".join(
-        f"{names[percentile]} by {min(values):.0%} to {max(values):.0%}" for percentile, values in lowered.items()
+        f"{names[percentile]} {-max(values):+.0%} to {-min(values):+.0%}" for percentile, values in lowered.items()
     )
     good = [names[percentile] for percentile, values in lowered.items() if min(values) >= 0.8]
     verdict = (
@@ -48,7 +48,7 @@ def run(quick: bool) -> Finding:
         "Mistral-7B on A100, arxiv_summarization (median prompt 7,059), Poisson at 0.2 to 0.8 requests/s, chunks "
         f"of {CHUNK} against prefill priority; gaps between tokens"
     )
-    return Finding(setting, f"lowered: {ours}", verdict, [whole.config["cost_model"]], {"rows": rows})
+    return Finding(setting, f"change over these loads: {ours}", verdict, [whole.config["cost_model"]], {"rows": rows})
 
 
 def _gaps(run: Any) -> list[float]:

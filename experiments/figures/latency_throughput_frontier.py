@@ -56,7 +56,8 @@ def run(quick: bool) -> Result:
     ]  # fmt: skip
     setting = {**ENGINE, "workload": "as examples/trace.csv (Azure conversation, 2023)", "requests": count,
                "rates": RATES, "systems": SYSTEMS}  # fmt: skip
-    return Result(setting, [run.config["cost_model"]], {"frontier": rows}, checks)
+    note = "Hollow points are overloaded: what they wait grows with the length of the run."
+    return Result(setting, [run.config["cost_model"]], {"frontier": rows}, checks, note=note)
 
 
 def draw(result: Result, width_in: float) -> Figure:
@@ -74,6 +75,9 @@ def draw(result: Result, width_in: float) -> Figure:
             line = [row for row in rows if row["system"] == name]
             ax.plot([row["output_tokens_per_s"] for row in line], [scale * row[key] for row in line], label=name,
                     marker=style.marker, markersize=4, **style.line())  # fmt: skip
+            over = [row for row in line if row["overloaded"]]
+            ax.plot([row["output_tokens_per_s"] for row in over], [scale * row[key] for row in over], style.marker,
+                    color=style.colour, markersize=4, markerfacecolor="white", zorder=4)  # fmt: skip
         ax.set_yscale("log")
         ax.set_xlabel("output tokens/s")
         ax.set_ylabel(label)

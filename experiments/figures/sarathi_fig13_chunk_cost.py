@@ -89,9 +89,8 @@ def draw(result: Result, width_in: float) -> Figure:
     figure, axes = new_figure(width_in, 2.1, columns=2)
     left, right = axes[0]
     chunks = [str(row["chunk"]) for row in rows]
-    left.plot(
-        chunks, [row["prefill_slowdown"] for row in rows], color="#0072B2", marker="o", markersize=4, label="whole"
-    )
+    left.plot(chunks, [row["prefill_slowdown"] for row in rows], color="#0072B2", marker="o", markersize=4,
+              label="all operators")  # fmt: skip
     left.plot(chunks, [row["attention_slowdown"] for row in rows], color="#E69F00", marker="s", markersize=4,
               linestyle="--", label="attention")  # fmt: skip
     left.plot(
