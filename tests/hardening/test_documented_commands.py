@@ -91,6 +91,7 @@ LESS = {
     ("executor", "generate"): ("--max-tokens", "2"),
     ("executor", "compression"): ("--tokens", "160", "--bits", "4", "--codings", "kivi"),
     ("experiments", "capacity"): ("--requests", "100", "--draws", "2", "--tolerance", "0.5", "--workers", "0", "--gpus", "a100", "--policies", "chunked", "--chunk-sizes", "256"),
+    ("experiments", "capacity --smallest"): ("--workers", "0", "--gpus", "a100", "--policies", "chunked"),
     ("experiments", "claims"): ("c02_decode_cost", *QUICK, "--out", "claims.json"),
     ("experiments", "gallery"): ("--results", "runs/figures", "--out", "gallery.md"),
     ("experiments", "sarathi-pipeline"): ("--requests", "8"),
@@ -162,7 +163,8 @@ def on_less(package: str, command: str = "", *arguments: str) -> tuple[str, ...]
         return (package, command, *arguments)
     if (package, command) in INSTEAD:
         return (package, command, *INSTEAD[package, command])
-    return (package, *filter(None, [command]), *arguments, *LESS.get((package, command), ()))
+    less = LESS.get((package, f"{command} --smallest" if "--smallest" in arguments else command), ())
+    return (package, *filter(None, [command]), *arguments, *less)
 
 
 DONE: set[tuple[str, ...]] = set()
