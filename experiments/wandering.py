@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from experiments.measured_times import at_moments
 from experiments.stage_files import read_json
 from policies import BatchShape, Ns
-from profiler.fit_iterations import running_mean
 from profiler.iteration_model import IterationModel
+from profiler.machine_speed import running_mean
 from simulator.engine import make_engine
 
 if TYPE_CHECKING:

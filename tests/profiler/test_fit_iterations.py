@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from policies.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.fit_iterations import _phases, disagreement, fit_iterations, own_seconds, predicted_device_s
+from profiler.fit_iterations import disagreement, fit_iterations, own_seconds, predicted_device_s
 from profiler.iteration_file import is_iteration_fit, read_fit, write_fit
 from profiler.iteration_model import IterationModel, _deviations
 from profiler.load import load_cost_model
+from profiler.machine_speed import phases_of
 from profiler.profile import Profile, chunk_text, make_profile
 
 LAW_NS = {"step": 400_000, "row": 20_000, "pair": 12, "decode": 30_000, "context": 300, "sampled": 40_000}
@@ -229,9 +230,9 @@ def test_few_phases_of_the_machine_make_wide_intervals() -> None:
     # Ten stretches of 28: five slow ones after five quick ones are hardly two phases, alternating ones are ten.
     quick = [0.1, 0.101, 0.102, 0.103, 0.104]
     apart, together = (np.repeat(speeds, 28) for speeds in ([0.1, -0.1] * 5, quick + [-speed for speed in quick]))
-    assert _phases(at, apart) == 10
-    assert _phases(at, together) == 3
-    assert _phases(at, np.zeros(280)) == 0
+    assert phases_of(at, apart) == 10
+    assert phases_of(at, together) == 3
+    assert phases_of(at, np.zeros(280)) == 0
     # Student's 95 % point with 2 degrees of freedom is 2.92 standard deviations; one value yet to come, of three known.
     assert _deviations(0.95, 3) == pytest.approx(2.920 * np.sqrt(4 / 2), rel=1e-3)
     assert _deviations(0.95, 0) == pytest.approx(1.645, rel=1e-3)
