@@ -80,8 +80,11 @@ def claim_folder(out: Path, settings: Settings, profile: Path | None) -> None:
     ours = {"version": VERSION, "profile": digest, **settings.as_dict()}
     ours.pop("repeats")  # more repeats may be asked for later
     if file.exists():
-        theirs = {"profile": None, **read_json(file)}  # older ones lack new fields
-        theirs["engine"] = {**asdict(EngineChoice()), **theirs.get("engine", {})}
+        found = read_json(file)
+        if not isinstance(found, dict) or not isinstance(found.get("engine", {}), dict):
+            raise ExperimentError(f"{file}: found something else, expected the settings of a validation")
+        theirs = {"profile": None, **found}  # older ones lack new fields
+        theirs["engine"] = {**asdict(EngineChoice()), **found.get("engine", {})}
         if theirs != ours:
             key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
             raise ExperimentError(

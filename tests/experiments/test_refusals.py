@@ -44,6 +44,9 @@ def test_a_folder_made_with_another_profile_is_refused(tmp_path: Path) -> None:
     for profile in (other, None):
         with pytest.raises(ExperimentError, match="another profile"):
             claim_folder(out, settings, profile)
+    (out / "settings.json").write_text("[1]")
+    with pytest.raises(ExperimentError, match=r"settings\.json: found something else"):
+        claim_folder(out, settings, one)
 
 
 def test_the_time_to_the_first_token_has_no_aim_near_saturation() -> None:
