@@ -39,6 +39,11 @@ from workloads import Trace, generate, read_trace
 SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
 VIDUR_SECONDS = 30.8
 """Vidur's time for the whole Azure conversation trace (Sarathi scheduler, chunk 512, PP1) on two such cores."""
+ROUTERS = (
+    "round_robin", "least_outstanding_requests", "power_of_two", "session_affinity", "least_kv",
+    "least_outstanding_tokens",
+)  # fmt: skip
+"""One that looks at no replica, three that count requests, one of blocks and one of tokens."""
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -202,7 +207,7 @@ def main() -> None:
         result["pipeline of 4"] = best_of(3, lambda: measure_pipeline(some))
     result["replicas"] = [
         measure_fleet(replicas, router)
-        for router in ("round_robin", "least_outstanding_requests")
+        for router in ROUTERS
         for replicas in (1, 8, 1_000)
     ]
     result["start"] = measure_start()

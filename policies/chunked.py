@@ -21,6 +21,7 @@ class Chunked(Policy):
     chunk_size: int = knob(512, "tokens of one batch; decodes count one each, prompts get the rest", least=1)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
     repeats_in_pipelines: ClassVar[bool] = True
     paper: ClassVar[str] = "Sarathi-Serve (OSDI 2024), Algorithm 3"

@@ -264,6 +264,11 @@ class Cohort:
         steps = self._end_steps
         return steps[0] - self.planned if steps else 0
 
+    def completions_to_next_end(self) -> int:
+        """Steps that have to complete, those in flight included, for the next last token of a member."""
+        steps = self._end_steps
+        return steps[0] - len(self.times) if steps else 0
+
     def growth_within(self, steps: int) -> int:
         """Blocks that the next `steps` steps need in all."""
         block_size, first, later = self.block_size, self.planned, self._grows_later

@@ -34,6 +34,7 @@ class DecodeMaximal(Policy):
     )
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
     paper: ClassVar[str] = "SARATHI (arXiv 2308.16369), Sec. 4.3 and 4.4"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)

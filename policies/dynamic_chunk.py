@@ -52,6 +52,7 @@ class DynamicChunk(Policy):
     align: str = knob("pad", "what fills the last tile, as in decode_maximal", choices=ALIGNMENTS)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "SARATHI (arXiv 2308.16369), Sec. 4.4, made to follow the load; prefix_aware: dynamic chunking for pipelines "
         "(SGLang, ATOM)"

@@ -28,6 +28,9 @@ _BatchShape: Final = BatchShape
 _Chunk: Final = Chunk
 _Decodes: Final = Decodes
 
+# Who waits beyond so many is not asked for the length of an answer.
+FEW: Final = 8
+
 
 class Lockstep:
     """The running work of one scheduler. retired: cohorts that died, their token times to be taken away.
@@ -65,6 +68,33 @@ class Lockstep:
             return 0
         steps = cohort.steps_to_next_end()
         return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def steps_to_an_end(self) -> int:
+        """Completions that the first end of anybody takes at least, the batch in flight included, if nobody arrives or
+        is withdrawn; 0 where that is not known."""
+        queues = self.queues
+        if not self.policy.keeps_running or self.chase_decodes or not queues.num_running:
+            return 0
+        if self.admission is not None or self.swap is not None:
+            return 0
+        least = 1 << 40
+        for part in queues.parts:
+            if isinstance(part, Track):
+                steps = part.ends_after - part.produced
+            else:
+                if part.closing:
+                    return 0
+                steps = part.completions_to_next_end()
+            if steps < least:
+                least = steps
+        waiting = queues.waiting
+        if len(waiting) > FEW:
+            return 1
+        for track in waiting:
+            steps = track.ends_after - track.produced
+            if steps < least:
+                least = steps
+        return least
 
     def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> list[int]:
         """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.

@@ -27,6 +27,7 @@ class Orca(Policy):
     max_prompts: int = knob(0, "most whole prompts in one batch; 0 for no limit, 1 is SARATHI's best case", least=0)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     paper: ClassVar[str] = "Orca (OSDI 2022), Algorithm 1"
     # The paper names no share; this is the rule of SARATHI's comparison with it.
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)

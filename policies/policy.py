@@ -41,12 +41,15 @@ class Policy:
         with the next chunk of that prompt, of the same size, while the prompt lacks more than that and blocks suffice.
     repeats_in_pipelines: the first promise for one micro-batch of several: if its last plan was one whole cohort,
         nothing else is free to be planned, and since then nobody arrived, was admitted, sampled a first token or ended.
+    keeps_running: the promise that as long as anybody is admitted and nothing is in flight, a plan grants something,
+        now or at a moment that it names, and leaves somebody admitted: nobody is ended for want of anything to plan.
     paper: where the rule comes from. memory: the memory rule of its system.
     """
 
     repeats: ClassVar[bool] = False
     repeats_chunks: ClassVar[bool] = False
     repeats_in_pipelines: ClassVar[bool] = False
+    keeps_running: ClassVar[bool] = False
     paper: ClassVar[str] = ""
     memory: ClassVar[MemoryRule] = MemoryRule()
 

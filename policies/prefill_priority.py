@@ -24,6 +24,7 @@ class PrefillPriority(Policy):
     max_prompts: int = knob(0, "most prompts in one prefill batch; 0 for no limit but the token budget", least=0)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     paper: ClassVar[str] = "vLLM (SOSP 2023), Sec. 4.5, scheduler before V1"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

@@ -29,6 +29,7 @@ class RequestLevel(Policy):
     )  # fmt: skip
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     paper: ClassVar[str] = "FasterTransformer, as Orca (OSDI 2022), Sec. 3, describes it"
     # No share is known; this is the rule of SARATHI's comparison with it.
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)

@@ -25,6 +25,7 @@ class ShortestPromptFirst(Policy):
     window: int = knob(128, "how many waiting requests are compared, from the head of the queue", least=1)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
     paper: ClassVar[str] = "shortest job first over prompts, with linear ageing; batches as in Sarathi-Serve"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)

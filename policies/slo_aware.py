@@ -44,6 +44,7 @@ class SloAware(Policy):
     window: int = knob(16, "waiting requests compared per priority and SLO class, earliest deadlines first", least=1)
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     paper: ClassVar[str] = "after Niyama (arXiv 2503.22562): slack, chunks sized by time, relegation"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

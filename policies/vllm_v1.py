@@ -30,6 +30,7 @@ class VllmV1(Policy):
     async_scheduling: bool = knob(False, "plan the next step before this one returns, as GPU vLLM does by default")
 
     repeats: ClassVar[bool] = True
+    keeps_running: ClassVar[bool] = True
     repeats_chunks: ClassVar[bool] = True
     repeats_in_pipelines: ClassVar[bool] = True
     paper: ClassVar[str] = "vLLM 0.19 to 0.32, v1/core/sched/scheduler.py"

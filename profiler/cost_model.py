@@ -85,6 +85,10 @@ class QuickCostModel(CostModel, Protocol):
         of them last. Whoever runs batches in order carries it on (`profiler.aftermath.merged`)."""
         ...
 
+    def least_ns(self) -> Ns:
+        """What no iteration of a single stage falls short of, host time included; 0 says nothing."""
+        ...
+
     def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
         """(start, step, slope, offset, rest) if repeat_ns is int((start + i * step) * slope + offset) + rest.
 

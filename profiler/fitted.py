@@ -144,6 +144,11 @@ class FittedModel:
         except IndexError:
             return (*self.host_ns(shape), self.stage_ns(shape), self.inside(shape))
 
+    def least_ns(self) -> Ns:
+        """`profiler.cost_model.QuickCostModel`: host and rows. An eighth of the rows' time is left out for attention,
+        which a fit may draw below nothing where there is hardly any."""
+        return min(self._before_ns[1:]) + min(self._after_ns) + min(self._rows_ns[0][1:]) * 7 // 8
+
     def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
         """(stage_ns, send_ns) of every stage: `profiler.cost_model.QuickCostModel`; attention is looked up once."""
         chunks, decodes, total, largest, *_ = shape

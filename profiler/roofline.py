@@ -215,6 +215,10 @@ class Roofline:
         except IndexError:
             return (*self.host_ns(shape), self.stage_ns(shape), False)
 
+    def least_ns(self) -> Ns:
+        """`profiler.cost_model.QuickCostModel`: one row, no context, nothing sampled."""
+        return self._before_ns[1] + self._after_ns[0] + min(self._rows_ns[0][1:])
+
     def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
         """`profiler.cost_model.QuickCostModel`: only contexts grow, and their term is a straight line, truncated."""
         if self._window:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from metrics import Recorder
 from policies import Request, Track
 from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
-from simulator.clock import Nanoseconds
+from simulator.clock import Nanoseconds, VirtualTime
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
@@ -27,8 +28,13 @@ from simulator.replica import Replica
 from simulator.routers import choose, make_router
 from simulator.swapping import SwapPrefillReplica, SwapReplica, SwapsKV
 
+if TYPE_CHECKING:
+    from simulator.fleet import Fleet
+
 NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
+
+_by_number: Final = attrgetter("number")
 
 
 class Cluster:
@@ -67,6 +73,8 @@ class Cluster:
         self.router_rng = Random(f"{config.seed} router")
         self._pool_of: list[int] = []
         self._up: list[Replica] = []
+        # Where replicas run in their own time.
+        self.fleet: Fleet | None = None
         self._draining: list[Replica] = []
         self._home: dict[int, Replica] = {}
         self._stranded: dict[int, tuple[Request, int]] = {}
@@ -77,6 +85,14 @@ class Cluster:
                 self.start(number)
         failures = parse_failures(config.failures, None if config.autoscale else len(self.replicas))
         schedule_failures(self, failures, requeue=config.on_failure == "requeue")
+
+    def run_apart(self) -> Fleet:
+        """Before anything runs: every replica keeps its own time from now on (simulator/fleet.py)."""
+        from simulator.fleet import Fleet
+
+        assert isinstance(self.env, VirtualTime)
+        self.fleet = Fleet(self.env, self.replicas, self._up)
+        return self.fleet
 
     # Requests come and go
 
@@ -93,7 +109,12 @@ class Cluster:
         """The client of a request has lost its patience; nothing happens if it has ended."""
         reason = "client gave up waiting"
         replica = self._home.get(row)
-        if self.store is not None and (fetched := self._fetching.pop(row, None)) is not None:
+        fleet = self.fleet
+        if fleet is not None and replica is not None:
+            fleet.catch_up(replica)
+            if row in self._home:
+                fleet.withdraw(replica, row, reason)
+        elif self.store is not None and (fetched := self._fetching.pop(row, None)) is not None:
             self.store.cancel(row)
             self.end_unplaced(*fetched, "aborted", reason)
         elif replica is not None:
@@ -113,6 +134,12 @@ class Cluster:
                 self._stranded[request.id] = (request, output_tokens)
             else:
                 self.end_unplaced(request, output_tokens, "failed", NO_REPLICA)
+            return
+        fleet = self.fleet
+        if fleet is not None:
+            replica = fleet.choose(self.router, request, self.router_rng)
+            self._home[request.id] = replica
+            fleet.submit(replica, request, output_tokens, produced)
             return
         replica = up[0] if len(up) == 1 else choose(self.router, request, up, self.router_rng)
         self._home[request.id] = replica
@@ -136,6 +163,8 @@ class Cluster:
         request = track.request
         row = request.id
         del self._home[row]
+        if self.fleet is not None:
+            self.fleet.ended(replica)
         if self._kv is not None:
             if track.hands_over and track.status == "finished":
                 self.journeys[row].add(track, replica.number)
@@ -283,8 +312,13 @@ class Cluster:
 
     def fail(self, replica: Replica, reason: str, *, requeue: bool) -> None:
         """A replica dies: batches in flight and KV are lost. Its requests start over elsewhere, or fail."""
+        fleet = self.fleet
+        if fleet is not None:
+            fleet.catch_up(replica)
         if self.is_up(replica):
             self._takers(self.pool_number(replica)).remove(replica)
+            if fleet is not None:
+                fleet.left(replica)
         elif replica in self._draining:
             self._draining.remove(replica)
         else:
@@ -298,7 +332,7 @@ class Cluster:
         if self._kv is not None:
             homeless = self._kv.source_dies(replica)
             go_elsewhere = self._kv.target_dies(replica)
-        for track in replica.abandon(reason):
+        for track in replica.abandon(reason) if fleet is None else fleet.abandon(replica, reason):
             row = track.request.id
             del self._home[row]
             journey = self.journey(track.request, track.ends_after)
@@ -325,26 +359,11 @@ class Cluster:
         """What became of the cluster, as plain data: the replicas' lives, device seconds, KV moved."""
         devices = [pool.engine.devices for pool in self.plan.pools]
         end = self._last_end_ns
-        spans = [
-            (max(0, (min(life.down_ns, end) if life.down_ns >= 0 else end) - life.ordered_ns), life.pool)
-            for life in self.lives
-        ]
         return {
             "replicas": len(self.replicas),
             "devices": self.plan.devices,
-            "device_seconds": sum(span / 1e9 * devices[pool] for span, pool in spans),
-            "lives": [
-                {
-                    "replica": life.replica,
-                    "pool": life.pool,
-                    "role": life.role,
-                    "ordered_s": life.ordered_ns / 1e9,
-                    "up_s": life.up_ns / 1e9 if life.up_ns >= 0 else None,
-                    "down_s": life.down_ns / 1e9 if life.down_ns >= 0 else None,
-                    "reason": life.reason,
-                }
-                for life in self.lives
-            ],
+            "device_seconds": sum(life.held_ns(end) / 1e9 * devices[life.pool] for life in self.lives),
+            "lives": [life.facts() for life in self.lives],
             "memory": self._memory_facts(),
             "kv": self._kv.facts() if self._kv is not None else None,
         }
@@ -361,7 +380,9 @@ class Cluster:
             self._kv.open(replica)
             return
         self._up.append(replica)
-        self._up.sort(key=lambda member: member.number)
+        self._up.sort(key=_by_number)
+        if self.fleet is not None:
+            self.fleet.joined(replica)
         stranded, self._stranded = self._stranded, {}
         for request, output_tokens in stranded.values():
             journey = self.journeys.get(request.id)

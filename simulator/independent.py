@@ -24,25 +24,31 @@ if TYPE_CHECKING:
     from simulator.replica import Replica
     from workloads import Trace
 
-__all__ = ["StillReplica", "are_independent", "run_in_turn"]
+__all__ = ["StillReplica", "are_independent", "only_arrivals_join", "run_in_turn"]
 
 
 def are_independent(cluster: Cluster, trace: Trace) -> bool:
     """Whether what happens on one replica of a cluster, not yet begun, can matter to no other.
 
-    It can where a router looks, an answer makes the next request arrive, KV is moved or stored between replicas, they
-    share a link, die, come or go. Whoever asked for the plain path (`leaps`) gets that.
+    It can where a router looks, or replicas die, besides all that `only_arrivals_join` names.
+    """
+    return cluster.router.oblivious and not cluster.plan.config.failures and only_arrivals_join(cluster, trace)
+
+
+def only_arrivals_join(cluster: Cluster, trace: Trace) -> bool:
+    """Whether what happens on one replica can matter to another only when somebody arrives, gives up or dies.
+
+    It can at any time where an answer makes the next request arrive, KV is moved or stored between replicas, they share
+    a link, come or go by load. Whoever asked for the plain path (`leaps`) gets that.
     """
     config = cluster.plan.config
     return (
         config.leaps
-        and cluster.router.oblivious
         and len(cluster.replicas) > 1
         and not trace.closed_loop
         and not any(pool.role == "decode" for pool in cluster.plan.pools)
         and cluster.store is None
         and not cluster.shares_links
-        and not config.failures
         and cluster.autoscaler is None
     )
 

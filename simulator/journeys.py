@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from policies import Ns, Request, Track
 
@@ -49,3 +50,20 @@ class Life:
     up_ns: Ns
     down_ns: Ns = -1
     reason: str = ""
+
+    def held_ns(self, end_ns: Ns) -> Ns:
+        """How long it had its devices in a run that was over at end_ns."""
+        down_ns = min(self.down_ns, end_ns) if self.down_ns >= 0 else end_ns
+        return max(0, down_ns - self.ordered_ns)
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data, in seconds."""
+        return {
+            "replica": self.replica,
+            "pool": self.pool,
+            "role": self.role,
+            "ordered_s": self.ordered_ns / 1e9,
+            "up_s": self.up_ns / 1e9 if self.up_ns >= 0 else None,
+            "down_s": self.down_ns / 1e9 if self.down_ns >= 0 else None,
+            "reason": self.reason,
+        }

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from policies import BatchShape, Ns
+from policies import Batch, BatchShape, Ns
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
 WORTH_AN_ARRAY: Final = 48
+
+# Below this a leap costs more than the plain steps it replaces.
+LEAST_LEAP: Final = 2
+
+
+class Leap(NamedTuple):
+    """Equal iterations in flight at once, back to back from planned_ns on: iteration i of them ends at ends_ns[i]."""
+
+    batch: Batch
+    planned_ns: Ns
+    ends_ns: list[Ns]
+    host_before_ns: Ns
+    host_after_ns: Ns
+    inside: bool
+
 
 Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
 

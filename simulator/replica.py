@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from operator import sub
+from typing import TYPE_CHECKING, Any, Final
 
 from simpy import Event
 
@@ -18,33 +19,16 @@ from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
 from simulator.clock import FAR, Nanoseconds, VirtualTime
-from simulator.leaping import Terms, ends_until
+from simulator.leaping import LEAST_LEAP, Leap, Terms, ends_until
 from simulator.moment import COMPLETION, WAKE, Moment
 from simulator.plain_replica import PlainReplica
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
-__all__ = ["LEAST_LEAP", "Leap", "Replica"]
-
 _pack: Final = pack_straight
 
 IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
-
-# Below this a leap costs more than the plain steps it replaces.
-LEAST_LEAP: Final = 2
-
-
-class Leap(NamedTuple):
-    """Equal iterations in flight at once, back to back from planned_ns on: iteration i of them ends at ends_ns[i]."""
-
-    batch: Batch
-    planned_ns: Ns
-    ends_ns: list[Ns]
-    host_before_ns: Ns
-    host_after_ns: Ns
-    inside: bool
-
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Replica(PlainReplica):
@@ -79,6 +63,9 @@ class Replica(PlainReplica):
         self._repeats = leaps and cost.stages > 1
         self._running_ahead = False
         self._leap: Leap | None = None
+        # What every iteration takes at least, where they follow each other one by one.
+        least_ns: Callable[[], Ns] | None = getattr(cost, "least_ns", None)
+        self._least_ns: Ns = least_ns() if least_ns is not None and self._straight else 0
 
     # What others see of it
 
@@ -113,6 +100,27 @@ class Replica(PlainReplica):
         if leap is not None:
             free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.now_ns))
         return free
+
+    # What a fleet may know without looking (simulator/fleet.py)
+
+    def falls_by(self) -> tuple[int, int, Ns]:
+        """Promised tokens that each iteration of the leap plans, how many these are, the shortest time between two."""
+        leap = self._leap
+        if leap is None:
+            return 0, 0, 0
+        ends = leap.ends_ns
+        return leap.batch.shape.decodes, len(ends), min(map(sub, ends[1:], ends), default=0)
+
+    def calm_until(self, next_ns: Ns) -> Ns:
+        """A moment before which nobody ends here unless somebody comes or is withdrawn; next_ns: of the next event."""
+        least = self._least_ns
+        steps = self.scheduler.steps_to_an_end() if least else 0
+        if not steps:
+            return next_ns
+        if self._leap is not None:
+            further = steps - len(self._leap.ends_ns)
+            return next_ns + further * least if further > 0 else next_ns
+        return self._flights[0][2] + (steps - 1) * least if self._flights else next_ns + steps * least
 
     def wake(self) -> None:
         if self._wake is None and len(self._flights) < self._depth and self._leap is None:
@@ -185,7 +193,9 @@ class Replica(PlainReplica):
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
-        now, horizon, alone = self.now_ns, ahead.next_ns(), ahead.sharers == 1
+        now, horizon = self.now_ns, ahead.next_ns()
+        # Whether nothing can happen before `horizon`, and what happens then concerns this replica.
+        alone = ahead.sharers == 1 and horizon < ahead.limit
         iteration_ns, terms, leaves = self._iteration_ns, self._repeat_terms, self._leaves
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
@@ -198,7 +208,8 @@ class Replica(PlainReplica):
                 ahead.moved_to(now)
                 if not self._idle(now):
                     return
-                horizon, alone = ahead.next_ns(), ahead.sharers == 1
+                horizon = ahead.next_ns()
+                alone = ahead.sharers == 1 and horizon < ahead.limit
                 stretch = None
                 continue
             chunks, shape = batch.chunks, batch.shape
@@ -239,7 +250,8 @@ class Replica(PlainReplica):
                 if not self._passed(ahead, end):
                     return
                 flights.pop()
-                horizon, alone = ahead.next_ns(), ahead.sharers == 1
+                horizon = ahead.next_ns()
+                alone = ahead.sharers == 1 and horizon < ahead.limit
                 same = False
             else:
                 same = bool(chunks)
@@ -277,7 +289,8 @@ class Replica(PlainReplica):
                 ahead.moved_to(now)
                 for track in finished:
                     self._end(track)
-                horizon, alone = ahead.next_ns(), ahead.sharers == 1
+                horizon = ahead.next_ns()
+                alone = ahead.sharers == 1 and horizon < ahead.limit
                 same = False
             if scheduler.retired:
                 self._record_retired()
@@ -322,11 +335,12 @@ class Replica(PlainReplica):
         now, shape = self.now_ns, batch.shape
         ahead = self._ahead
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
-        horizon = ahead.next_ns() if ahead is not None and ahead.sharers == 1 else FAR
+        alone = ahead is not None and ahead.sharers == 1 and ahead.next_ns() < ahead.limit
+        horizon = ahead.next_ns() if ahead is not None and alone else FAR
         device = self.cost.stage_ns(shape)
         ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
-        if ahead is not None and (ahead.sharers == 1 or ends[-1] < ahead.next_ns()):
+        if ahead is not None and (alone or ends[-1] < ahead.next_ns()):
             self._cross_to_flight(leap, len(ends) - 1)
         else:
             self._leap = leap

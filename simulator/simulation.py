@@ -16,7 +16,7 @@ from simulator.cluster import Cluster
 from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
 from simulator.errors import SimulationError
-from simulator.independent import are_independent, run_in_turn
+from simulator.independent import are_independent, only_arrivals_join, run_in_turn
 from simulator.pools import ClusterPlan, make_cluster_plan
 from workloads import Trace
 
@@ -100,8 +100,11 @@ def simulate(
         if are_independent(cluster, trace):
             run_in_turn(cluster, arrivals)
         else:
+            fleet = cluster.run_apart() if only_arrivals_join(cluster, trace) else None
             arrivals.play(cluster.submit)
             env.run()
+            if fleet is not None:
+                fleet.finish()
             while cluster.fail_forgotten():
                 env.run()  # those who waited for these answers arrive now
         cluster.close()

@@ -2,15 +2,17 @@
 
 from simulator.routers.registry import make_router, router_class, router_knobs, router_names
 from simulator.routers.router import (
+    Load,
     ReplicaView,
     Router,
     choose,
     least,
+    numbered,
     outstanding_requests,
     outstanding_tokens,
 )
 
 __all__ = [
-    "ReplicaView", "Router", "choose", "least", "make_router", "outstanding_requests", "outstanding_tokens",
-    "router_class", "router_knobs", "router_names",
+    "Load", "ReplicaView", "Router", "choose", "least", "make_router", "numbered", "outstanding_requests",
+    "outstanding_tokens", "router_class", "router_knobs", "router_names",
 ]  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
+from typing import ClassVar
 
 from policies import Request
 from policies.policy import knob
-from simulator.routers.router import ReplicaView, Router, least
+from simulator.routers.router import Load, ReplicaView, Router, least
 
 
 @dataclass
@@ -17,6 +18,13 @@ class LeastOutstandingTokens(Router):
 
     decode_weight: float = knob(1.0, "what an output token weighs beside a prompt token", least=0)
 
-    def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
+    on_demand: ClassVar[bool] = True
+
+    _load: Load[ReplicaView] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
         weight = self.decode_weight
-        return least(replicas, lambda replica: replica.prefill_tokens + weight * replica.decode_tokens_promised)
+        self._load = Load(lambda one: one.prefill_tokens + weight * one.decode_tokens_promised, falls=weight)
+
+    def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
+        return least(replicas, self._load)

@@ -19,8 +19,10 @@ class PowerOfTwo(Router):
     choices: int = knob(2, "replicas that are drawn and asked", least=1)
     by: str = knob("requests", "load that is compared", choices=("requests", "tokens"))
 
+    on_demand: ClassVar[bool] = True
     paper: ClassVar[str] = "Mitzenmacher, The power of two choices in randomized load balancing (TPDS 2001)"
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
-        drawn = sorted(rng.sample(replicas, min(self.choices, len(replicas))), key=lambda replica: replica.number)
-        return least(drawn, outstanding_requests if self.by == "requests" else outstanding_tokens)
+        drawn = sorted(rng.sample(range(len(replicas)), min(self.choices, len(replicas))))
+        load = outstanding_requests if self.by == "requests" else outstanding_tokens
+        return least(replicas, load, among=drawn)

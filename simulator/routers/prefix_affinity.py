@@ -27,6 +27,7 @@ class PrefixAffinity(Router):
     uneven_ratio: float = knob(1.0001, "... and by more than this factor", least=1)
     remembered: int = knob(100_000, "prefix hashes remembered per replica, the least recently used forgotten", least=1)
 
+    on_demand: ClassVar[bool] = True
     paper: ClassVar[str] = "SGLang's cache-aware router (its defaults)"
 
     _seen: dict[int, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from policies import Request
 from simulator.errors import SimulationError
@@ -64,13 +65,38 @@ class Router:
     """Its promise to look at the request, its own memory and of a replica no more than number, total_blocks and
     block_size. What it chooses is then known before anything runs, which makes many replicas fast
     (simulator/independent.py)."""
+    on_demand: ClassVar[bool] = False
+    """Its promise to look at replicas only through the `replicas` that it is given, each time anew: by index, by going
+    through them, by `least` or `numbered`; never at one that it kept from an earlier request. Replicas are then
+    simulated no further than it looks (simulator/fleet.py)."""
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         """One of `replicas` (at least one, ascending numbers, all up). rng: the only source of chance, seeded."""
         raise TypeError(f"{type(self).__name__} has no choose(): a router defines one")
 
 
-outstanding_requests: Callable[[ReplicaView], int] = attrgetter("num_requests")
+View = TypeVar("View", bound=ReplicaView)
+V = TypeVar("V", bound=ReplicaView, contravariant=True)
+
+
+@dataclass(frozen=True)
+class Load(Generic[V]):
+    """A load by which many replicas are compared without asking each of them (`least`).
+
+    of: a function of the view alone, which does not fall while KV blocks are taken and nothing else happens. falls: by
+    how much it falls at most with each promised output token that is planned. only_ends: it changes only when a request
+    comes or ends.
+    """
+
+    of: Callable[[V], float]
+    falls: float = 0.0
+    only_ends: bool = False
+
+    def __call__(self, replica: V) -> float:
+        return self.of(replica)
+
+
+outstanding_requests: Load[ReplicaView] = Load(attrgetter("num_requests"), only_ends=True)
 """Waiting and running requests. An attribute's name instead of a function: a third less to compare a thousand by."""
 
 
@@ -79,19 +105,39 @@ def outstanding_tokens(replica: ReplicaView) -> int:
     return replica.prefill_tokens + replica.decode_tokens_promised
 
 
-def least(replicas: Sequence[ReplicaView], load: Callable[[ReplicaView], Any]) -> ReplicaView:
-    """The replica with the smallest load; of equals the first, which has the lowest number where numbers ascend."""
-    return min(replicas, key=load)
+def least(
+    replicas: Sequence[View], load: Callable[[View], Any], among: Sequence[int] | None = None
+) -> View:
+    """The replica with the smallest load; of equals the first, which has the lowest number where numbers ascend.
+
+    among: the places of those that are compared, ascending; all unless given.
+    """
+    if isinstance(load, Load):
+        quick: Callable[[Load[View], Sequence[int] | None], View] | None = getattr(replicas, "least", None)
+        if quick is not None:
+            return quick(load, among)
+        load = load.of
+    return min(replicas if among is None else [replicas[at] for at in among], key=load)
 
 
 _number = attrgetter("number")
 
-View = TypeVar("View", bound=ReplicaView)
+
+def numbered(replicas: Sequence[View], number: int | None) -> View | None:
+    """The replica with a number, if it is up; only few are looked at."""
+    if number is None:
+        return None
+    at = bisect_left(replicas, number, key=_number)
+    return replicas[at] if at < len(replicas) and replicas[at].number == number else None
 
 
 def choose(router: Router, request: Request, replicas: Sequence[View], rng: Random) -> View:
     """The replica that a router names, checked to be one of those it was given."""
-    chosen = router.choose(request, replicas, rng)
+    return chosen_of(router.choose(request, replicas, rng), router, request, replicas)
+
+
+def chosen_of(chosen: Any, router: Router, request: Request, replicas: Sequence[View]) -> View:
+    """What a router named for a request, checked to be one of `replicas`."""
     # By its number: with a thousand replicas, comparing them one by one would cost more than most routers do.
     at = bisect_left(replicas, chosen.number, key=_number) if hasattr(chosen, "number") else len(replicas)
     if at < len(replicas) and replicas[at] is chosen:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import ClassVar
 
 from policies import Request
 from policies.policy import knob
-from simulator.routers.router import ReplicaView, Router, least, outstanding_requests
+from simulator.routers.router import ReplicaView, Router, least, numbered, outstanding_requests
 
 
 @dataclass
@@ -22,14 +23,15 @@ class SessionAffinity(Router):
         0, "a session moves when its replica has so many requests more than the least loaded one; 0: never", least=0
     )
 
+    on_demand: ClassVar[bool] = True
+
     _home: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         idlest = least(replicas, outstanding_requests)
         if request.session is None:
             return idlest
-        number = self._home.get(request.session)
-        home = next((replica for replica in replicas if replica.number == number), None)
+        home = numbered(replicas, self._home.get(request.session))
         if home is None or self._too_busy(home, idlest):
             home = idlest
             self._home[request.session] = home.number

@@ -40,6 +40,8 @@ runs = {
     "fitted costs": (trace.head(60), {"cost_model": "auto"}),
     "pipeline": (crowd, {"pp": 4}),
     "replicas": (crowd, {"replicas": 3, "router": "least_outstanding_tokens"}),
+    "forty replicas": (crowd.scaled(9.0), {"replicas": 40, "router": "least_kv"}),
+    "forty replicas counted": (crowd.scaled(9.0), {"replicas": 40, "router": "least_outstanding_requests"}),
     "replicas in turn": (crowd, {"replicas": 3, "router": "round_robin"}),
     "pools": (crowd, {"pools": ({"role": "prefill"}, {"role": "decode"})}),
     "plain path": (trace.head(40), {"leaps": False}),

@@ -138,7 +138,7 @@ POOLS = ({"role": "prefill", "replicas": 2}, {"role": "decode", "replicas": 2})
     "joined",
     [
         {"router": "least_outstanding_requests"},
-        {"failures": ["1@3+2"]},
+        {"failures": ("1@3+2",)},
         {"autoscale": {"most": 4}},
         {"pools": POOLS, "replicas": 1, "decode_router": "round_robin"},
         {"kv_store_gib": 1.0, "policy": "vllm_v1", "prefix_caching": True},

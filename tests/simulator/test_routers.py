@@ -10,7 +10,15 @@ import pytest
 
 from policies import Request
 from simulator.errors import SimulationError
-from simulator.routers import choose, make_router, router_knobs, router_names
+from simulator.routers import (
+    choose,
+    least,
+    make_router,
+    numbered,
+    outstanding_requests,
+    router_knobs,
+    router_names,
+)
 
 
 @dataclass
@@ -104,6 +112,14 @@ def test_the_end_of_a_prefix_is_forgotten_first():
     views[0].num_running = 1
     assert route(router, views, Request(1, 0, 2048, 10, (1, 2, 5, 6), 512)) == 0
     assert route(router, views, Request(2, 0, 2048, 10, (3, 4), 512)) == 1
+
+
+def test_the_least_may_be_sought_among_some_and_a_replica_by_its_number():
+    views = [View(number, 9 - number) for number in (0, 2, 3, 7)]
+    assert least(views, outstanding_requests).number == 7
+    assert least(views, outstanding_requests, among=[0, 2]).number == 3
+    assert numbered(views, 3) is views[2]
+    assert [numbered(views, absent) for absent in (1, 8, None)] == [None] * 3
 
 
 def test_every_built_in_router_says_what_its_knobs_are_for():
