@@ -53,6 +53,8 @@ class Validation:
         self.trace = slice_of(settings)
         longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
         self.live_side = LiveSide(settings.engine, longest)
+        if profile is not None and settings.engine.is_sharded:
+            raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
         claim_folder(self.out, settings, profile)
 
     def run(self) -> Result:
@@ -165,8 +167,6 @@ class Validation:
         """The cost model of a pipeline: its stages measured and fitted one by one."""
         from experiments.pipeline_model import pipeline_model
 
-        if self._given_profile is not None:
-            raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
         return pipeline_model(self.live_side, plan, self.out, self.say, self._progress(), self.settings.engine.seed)
 
     def predict(self, capacity: float, model: IterationModel) -> None:

@@ -108,4 +108,4 @@ def test_the_loop_over_two_stages_agrees_batch_by_batch(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="say nothing about tp 1, pp 2"):
         validate_against(live, cost_model=str(one_device), **options)
     with pytest.raises(ExperimentError, match="measures its own stages"):
-        Validation(settings, tmp_path / "other", profile=tmp_path / "x.parquet")._staged_model(None)  # type: ignore[arg-type]
+        Validation(settings, tmp_path / "other", profile=tmp_path / "x.parquet")
