@@ -13,6 +13,12 @@ from experiments.errors import ExperimentError
 from policies.output_file import check_place
 from policies.settings import whole_number
 
+_ANY_RUN = {"against", "cost_model", "profile", "gpu", "out", "explore", "as_json"}
+"""Options that go with --against."""
+_LOG = _ANY_RUN | {"model", "policies", "block_size", "num_blocks", "max_num_seqs", "token_budget", "tp", "pp", "dtype"}
+"""And those besides that another engine's log does not say itself."""
+_LIVE_NOT = {"cost_model", "gpu", "num_blocks"}
+
 _WHAT, _ENGINE, _PROFILE, _AGAINST = "What to compare", "Engine", "Profile", "Against a run that exists"
 
 
@@ -22,6 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def validate(
+    ctx: typer.Context,
     trace: Annotated[Path | None, typer.Argument(help="Trace file; none with --against.")] = None,
     policies: Annotated[
         str, typer.Option(help="Policies, as a,b or chunked:chunk_size=256,vllm_v1.", rich_help_panel=_WHAT)
@@ -106,6 +113,12 @@ def validate(
         check_place(explore, ExperimentError)
         require_plotly()
     if against:
+        from metrics import is_run_folder
+
+        if all(is_run_folder(path) for path in against):
+            _check_given(ctx, _ANY_RUN, "a run folder says itself how it ran")
+        else:
+            _check_given(ctx, _LOG, "nothing is run with --against")
         _against(
             against, cost_model, profile, gpu, model, out or Path("runs") / "validate-against", explore, as_json,
             {
@@ -116,6 +129,7 @@ def validate(
         return
     if trace is None:
         raise ExperimentError("found no trace: name a trace file, or an existing run with --against")
+    _check_given(ctx, {str(param.name) for param in ctx.command.params} - _LIVE_NOT, "goes with --against alone")
     from executor.commands_profile import seconds_of
     from experiments.live_side import EngineChoice
     from experiments.validate import Validation
@@ -149,6 +163,15 @@ def validate(
     for line in in_short(result):
         print(f"- {line}")
     print(f"{result.took_s:.0f} s; report: {written[1]}")
+
+
+def _check_given(ctx: typer.Context, used: set[str], why: str) -> None:
+    """Refuse what was given and would be ignored."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(str(param.name))
+        if param.name not in used and source is not None and source.name == "COMMANDLINE":
+            given = param.opts[0] if param.param_type_name == "option" else str(param.name)
+            raise ExperimentError(f"{given}: {why}; leave it out")
 
 
 def _against(

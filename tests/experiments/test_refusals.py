@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from experiments.errors import ExperimentError
 from experiments.sweep_space import read_sweep
 from experiments.validate_compare import aim_of
 from experiments.validate_settings import Settings, claim_folder, load_name
-from metrics.run_folder import json_ready
+from metrics.run_folder import RUN_MARKER, json_ready
 from profiler import ProfileError
 from simulator import SimulationError
 from tests.hardening.command_line import run
@@ -53,6 +54,20 @@ def test_the_time_to_the_first_token_has_no_aim_near_saturation() -> None:
     assert aim_of("ttft_s_mean", 0.6) == 0.05
     assert aim_of("ttft_s_mean", 0.9) is None
     assert aim_of("tpot_s_mean", 0.9) == 0.03
+
+
+def test_options_that_a_comparison_would_ignore_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({RUN_MARKER: 1}))
+    for arguments, message in (
+        (["--against", folder, "--tp", 2], "--tp: a run folder says itself how it ran"),
+        (["--against", tmp_path / "log.jsonl", "--repeats", 2], "--repeats: nothing is run with --against"),
+        ([tmp_path / "trace.csv", "--gpu", "h100"], "--gpu: goes with --against alone"),
+    ):
+        ended = run("experiments", "validate", *arguments)
+        assert ended.code == 2
+        assert message in ended.err
 
 
 def test_a_closed_engine_says_so_and_does_not_wait_for_ever() -> None:
