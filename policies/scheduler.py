@@ -121,14 +121,14 @@ class Scheduler(Lockstep):
         return track
 
     def enter(self, request: Request, now_ns: Ns, ends_after: int | None, computed: int, produced: int) -> Track:
-        """Book a request and its work, without queueing it."""
+        """Book a request and its work, without queueing it. Nobody is turned away in the middle of an answer."""
         if request.id in self.tracks:
             raise PolicyError(f"request {request.id} was added twice")
         track = Track(request, request.max_output_tokens if ends_after is None else ends_after, computed, produced)
         if produced:
             track.first_token_ns = track.last_token_ns = now_ns
         reason = self.why_not(request)
-        if not reason and self.admission is not None:
+        if not reason and self.admission is not None and not produced:
             reason = self.admission.why_not(request, self, now_ns)
         if reason:
             track.status, track.reason, track.finished_ns = "rejected", reason, now_ns
@@ -185,7 +185,8 @@ class Scheduler(Lockstep):
         queues = self.queues
         if queues.in_flight_batches or self.alarm_ns is not None or not queues.waiting:
             return None
-        if self.handover.held or self.handover.expected:
+        # Blocks of a hand-over will be free one day; who is expected and has none yet waits as the head does.
+        if self.handover.held or any(track.blocks for track in self.handover.expected.values()):
             return None
         head, ledger = queues.waiting[0], self.ledger
         budget = str(self.token_budget) if self.token_budget < UNLIMITED else "none"

@@ -177,3 +177,27 @@ def test_nothing_is_lost_between_pools(
     summary = check_conservation(trace, result)
     if not deaths and not impatient:
         assert summary["finished"] + summary["rejected"] == len(trace)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_who_has_a_first_token_is_not_turned_away_where_it_decodes(layerwise):
+    """Rung `reject` is about the wait for a first token, and a decode replica gets requests that have theirs."""
+    trace = trace_of([(row / 4, 100, 30) for row in range(20)])
+    result = run(
+        trace, {**PREFILL, "replicas": 2}, DECODE, ladder="all", max_wait_s=1.0, num_blocks=60, layerwise_kv=layerwise,
+    )  # fmt: skip
+    ends = result.tables.table("requests").to_pylist()
+    assert {end["status"] for end in ends} == {"finished", "rejected"}
+    assert {end["output_tokens"] for end in ends if end["status"] == "rejected"} == {0}
+
+
+def test_whose_kv_was_taken_back_and_cannot_be_recomputed_fails_and_lets_the_others_in():
+    """Orca takes prompts of 100 tokens whole, and the budget is 64: KV that was handed over can be decoded, but once
+    its blocks are taken back nobody can compute it again."""
+    result = run(
+        trace_of([(0, 100, 30)] * 20), PREFILL, {**DECODE, "policy": "orca", "num_blocks": 52}, token_budget=64,
+        block_size=4, num_blocks=400, seconds_per_1000_tokens=0.01, latency=0.0,
+    )  # fmt: skip
+    ends = result.tables.table("requests").to_pylist()
+    assert {end["status"] for end in ends} == {"failed", "finished"}
+    assert all("cannot start it" in end["reason"] for end in ends if end["status"] == "failed")
