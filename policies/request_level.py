@@ -41,7 +41,10 @@ class RequestLevel(Policy):
         if cohorts:
             # One cohort is one micro-batch; the one that has waited longest is next.
             batch = min(cohorts, key=lambda cohort: cohort.last_token_ns)
-            if draft.decode(batch) and self.keep_finished:
+            # Blocks are short only where less than the limit was reserved (an oversubscribed memory).
+            while batch.size and not draft.decode(batch):
+                draft.preempt()
+            if draft.parts and self.keep_finished:
                 draft.pad_to(batch.peak)
 
     def _prefill(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> bool:

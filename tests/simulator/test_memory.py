@@ -138,6 +138,19 @@ def test_oversubscription_admits_on_the_expected_length():
     assert bold["finished"] == careful["finished"] == 60
 
 
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_batch_that_outgrows_what_was_counted_on_gives_way(pp):
+    """Four answers of 4 tokens of 64 allowed, then four of 64: reserved as if they were short, the first batch would
+    stand still without a block."""
+    trace = replace(trace_of([(0, 16, 4)] * 4 + [(100, 16, 64)] * 4), max_output_tokens=np.full(8, 64))
+    summary = run(
+        trace, ConstantCost(device_ns=S, stages=pp), policy="request_level", num_blocks=8, block_size=16, pp=pp,
+        ladder="preempt,oversubscribe", watermark=0.0,
+    ).summary  # fmt: skip
+    assert summary["finished"] == 8
+    assert summary["preemptions"] > 0
+
+
 def test_mistakes_are_named():
     trace = trace_of([(0, 10, 10)])
     for options, message in (
