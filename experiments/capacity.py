@@ -210,8 +210,9 @@ def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> 
         for bound in parse_slo(objective.slo):
             tightness[f"{bound.metric}_{bound.statistic}"] = _statistic(bound, summary, tables, wanted) / bound.bound_s
     else:
-        met = summary["slo_attainment"] * measured / (measured - rejected)
-        missed, allowed = 1 - met, 1 - objective.attainment
+        # Counted, because a share times a count may fall short of a whole number, and all is all.
+        able = measured - rejected
+        missed, allowed = (able - round(summary["slo_attainment"] * measured)) / able, 1 - objective.attainment
         tightness["attainment"] = missed / allowed if allowed else (math.inf if missed else 0.0)
     if objective.queue_delay_s is not None:
         tightness["queue delay"] = summary["scheduling_delay_s_p50"] / objective.queue_delay_s

@@ -60,6 +60,18 @@ def test_who_is_turned_away_because_of_overload_is_not_served() -> None:
     assert (probe.holds, probe.tightest, probe.rejected) == (False, "requests that did not finish", 0)
 
 
+def test_all_who_can_be_served_in_time_are_all_of_them() -> None:
+    """A share of all times their number may fall short of the whole number that it stands for."""
+    import numpy as np
+
+    from simulator import replay
+
+    for able in (1, 4, 27):
+        trace = trace_of([(float(row), 16 if row < able else 5000, 3) for row in range(49)])
+        run = replay(trace, cost=ConstantCost(10**6), num_blocks=1000, max_model_len=100)
+        assert judge(run.tables, Objective.of("ttft_mean=1", 1.0), np.ones(49, dtype=bool), 1.0).holds, able
+
+
 @pytest.mark.parametrize("attainment", [None, 0.9])
 def test_who_is_too_long_arrives_but_brings_no_tokens_and_costs_no_money(attainment: float | None) -> None:
     """Every second prompt is too long. One fixed service time: twice as many may arrive as can be served."""
