@@ -271,7 +271,12 @@ def _config_file(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "config.json"
     values = (read_json if path.suffix == ".json" else read_toml)(path, ExecutorError)
-    values = values.get("live", values) if isinstance(values, Mapping) else values
+    if isinstance(values, Mapping):
+        if "replay" in values:
+            raise ExecutorError(
+                f"{path}: is the config of a simulated run; python -m simulator replay --config takes it"
+            )
+        values = values.get("live", values)
     if not isinstance(values, Mapping):
         raise ExecutorError(f"{path}: found no table of settings")
     return {key.replace("-", "_"): value for key, value in values.items()}

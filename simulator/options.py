@@ -240,6 +240,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         values = values["replay"]
         if not isinstance(values, Mapping):
             raise SimulationError(f"{path}: `replay`: expected a table of settings")
+    elif values.get("world") == "live":
+        raise SimulationError(f"{path}: is the config of a live run; python -m executor replay --config takes it")
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 

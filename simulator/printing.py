@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,24 +119,33 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
     from metrics.report import comparison_table
 
     console = wide_console()
+    # Names and reasons are text: what stands in brackets in them is no markup.
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(comparison_table(summaries, max_width=console.width))
     first = next(iter(runs.values()))
-    trust = "calibrated" if first.config["calibrated"] else "uncalibrated"
-    console.print(f"costs: {first.config['cost_model']} ({trust})", highlight=False, soft_wrap=True)
+    say(f"costs: {first.config['cost_model']} ({_trust(runs)})")
     for run in runs.values():
         reasons = _reasons(run)
         if reasons:
-            console.print(f"{run.config['policy']}: {reasons}", highlight=False, soft_wrap=True)
+            say(f"{run.config['policy']}: {reasons}")
         if run.summary["overloaded"]:
             words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
-            console.print(f"{run.config['policy']}: {words}", highlight=False, soft_wrap=True)
+            say(f"{run.config['policy']}: {words}")
     classes = _class_summaries(runs)
     if classes:
         console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
     if out is not None:
-        console.print(f"written to {out}", highlight=False, soft_wrap=True)
+        say(f"written to {out}")
     if drawn:
-        console.print(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}", highlight=False)
+        say(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}")
+
+
+def _trust(runs: dict[str, Run]) -> str:
+    """How far the costs of these runs can be trusted, and for how much of the least covered one."""
+    if not all(run.config["calibrated"] for run in runs.values()):
+        return "uncalibrated"
+    inside = min(run.summary["inside_share"] for run in runs.values())
+    return "calibrated" if inside > 0.999 else f"calibrated; {inside:.1%} of the iterations in the measured region"
 
 
 def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -160,7 +170,10 @@ def _reasons(run: Run) -> str:
 
     status, reason = run.tables.column("requests", "status"), run.tables.column("requests", "reason")
     counts = Counter((str(s), str(r)) for s, r in zip(status, reason) if s != "finished")
-    return "; ".join(f"{count} {status} ({reason})" for (status, reason), count in counts.most_common(3))
+    told = [f"{count} {status} ({reason})" for (status, reason), count in counts.most_common(3)]
+    if len(counts) > len(told):
+        told.append(f"{counts.total() - sum(count for _, count in counts.most_common(3))} more")
+    return "; ".join(told)
 
 
 def wide_console() -> Any:

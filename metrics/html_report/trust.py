@@ -24,7 +24,9 @@ def trust_of(runs: Mapping[str, RunTables], notes: Sequence[str]) -> str:
 def _sentences(runs: Mapping[str, RunTables]) -> list[str]:
     lines = []
     for name in dict.fromkeys(
-        str(run.config.get("cost_model")) for run in runs.values() if run.config.get("cost_model")
+        str(run.config.get("cost_model"))
+        for run in runs.values()
+        if run.config.get("cost_model") and run.config.get("world") != "live"
     ):
         own = next(run for run in runs.values() if str(run.config.get("cost_model")) == name)
         if own.config.get("calibrated"):

@@ -1,0 +1,50 @@
+"""What is printed below a table of runs: how far costs can be trusted, and who did not finish."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from simulator.printing import _reasons, _trust
+from tests.hardening.command_line import run
+
+
+def _run(calibrated=True, inside=1.0, reasons=()):
+    columns = {"status": np.array(["rejected"] * len(reasons)), "reason": np.array(reasons)}
+    return SimpleNamespace(
+        config={"calibrated": calibrated},
+        summary={"inside_share": inside},
+        tables=SimpleNamespace(column=lambda table, name: columns[name]),
+    )
+
+
+def test_calibrated_costs_say_how_much_of_a_run_they_were_measured_for():
+    assert _trust({"a": _run(), "b": _run()}) == "calibrated"
+    assert _trust({"a": _run(), "b": _run(inside=0.25)}) == "calibrated; 25.0% of the iterations in the measured region"
+    assert _trust({"a": _run(), "b": _run(calibrated=False)}) == "uncalibrated"
+
+
+def test_reasons_that_are_not_told_are_counted():
+    reasons = [f"{number} tokens" for number in (1, 1, 2, 2, 3, 4, 5)]
+    assert _reasons(_run(reasons=reasons)) == (
+        "2 rejected (1 tokens); 2 rejected (2 tokens); 1 rejected (3 tokens); 2 more"
+    )
+    assert _reasons(_run()) == ""
+
+
+@pytest.mark.parametrize(
+    ("package", "content", "message"),
+    [
+        ("simulator", {"world": "live", "live": {}}, "is the config of a live run; python -m executor replay"),
+        ("executor", {"world": "simulated", "replay": {}}, "is the config of a simulated run; python -m simulator replay"),
+    ],
+)
+def test_a_config_of_the_other_world_names_the_command_that_takes_it(tmp_path, package, content, message):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    ended = run(package, "replay", "--config", file)
+    assert ended.code == 2
+    assert message in ended.err.replace("\n", " ")
