@@ -172,7 +172,7 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
     console = Console(width=None if sys.stdout.isatty() else 200)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     say(f"highest rate with {study.objective.spoken()}")
     console.print(_table(study))
@@ -191,6 +191,8 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
     for setting in study.settings:
         if setting.error:
             say(f"{setting.label}: {setting.error}")
+        elif not setting.rate:
+            say(f"{setting.label}: the objective is missed at every rate that was tried; {setting.limited_by} decides")
         elif setting.rejected_share:
             say(
                 f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but "

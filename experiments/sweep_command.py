@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,9 +77,21 @@ def sweep(
 
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(_table(folder))
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    for costs, count in _costs(rows).most_common(5):
+        say(f"costs: {costs}" + (f", {count} of {len(rows)} points" if count < len(rows) else ""))
     for error, count in Counter(row["error"] for row in failed).most_common(5):
-        console.print(f"{count} failed: {error}", highlight=False, soft_wrap=True)
-    console.print(f"{len(rows)} points in {table}", highlight=False, soft_wrap=True)
+        say(f"{count} failed: {error}")
+    say(f"{len(rows)} points in {table}")
+
+
+def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """Where the costs of points come from, and how many of them each."""
+    return Counter(
+        f"{row['cost_model']} ({'calibrated' if row.get('calibrated') else 'uncalibrated: specifications alone'})"
+        for row in rows
+        if row.get("cost_model")
+    )
 
 
 def _write_report(path: Path, folder: SweepFolder, file: Path) -> None:
@@ -86,11 +100,7 @@ def _write_report(path: Path, folder: SweepFolder, file: Path) -> None:
     spec, rows = folder.spec, folder.rows()
     failed = sum(row["status"] == "failed" for row in rows)
     notes = [f"Sweep {file.name}: {len(rows)} points, {failed} failed; method {spec.method}, seed {spec.seed}."]
-    for name in dict.fromkeys(row.get("cost_model") for row in rows if row.get("cost_model")):
-        own = next(row for row in rows if row.get("cost_model") == name)
-        notes.append(
-            f"Costs: {name} ({'calibrated' if own.get('calibrated') else 'uncalibrated: specifications alone'})."
-        )
+    notes += [f"Costs: {costs}." for costs in _costs(rows)]
     notes.append(f"Trace: {json.dumps(spec.trace)}. Settings that stay: {json.dumps(spec.base)}.")
     axes = [axis.name for axis in spec.axes]
     table = RowTable(f"{len(rows)} points", rows, axes, "One row a point; every key of the summary is a column.")

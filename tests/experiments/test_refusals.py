@@ -13,6 +13,7 @@ from experiments.attention_ffn import frontiers
 from experiments.capacity_command import _spoken_size
 from experiments.engines import WorkerProcesses
 from experiments.errors import ExperimentError
+from experiments.sweep_command import _costs
 from experiments.sweep_space import read_sweep
 from experiments.validate_compare import aim_of
 from experiments.validate_settings import Settings, claim_folder, load_name
@@ -129,3 +130,11 @@ def test_a_bound_that_nothing_keeps_is_told_without_a_number() -> None:
     below = {"tightest": "e2e", "tightness": {"e2e": math.inf, "ttft": 0.2}}
     row = {"error": "", "replicas": 2, "devices": 2, "gpu_seconds": 10.0, "tried": {"1": below, "2": at}}
     assert "with 1: e2e misses" in _spoken_size(json_ready(row))
+
+
+def test_a_sweep_says_where_its_costs_come_from_point_by_point() -> None:
+    rows = [{"cost_model": "roofline h100-changed", "calibrated": False}] * 2
+    rows += [{"cost_model": "fitted h100", "calibrated": True}, {"cost_model": None, "status": "failed"}]
+    assert dict(_costs(rows)) == {
+        "roofline h100-changed (uncalibrated: specifications alone)": 2, "fitted h100 (calibrated)": 1
+    }  # fmt: skip
