@@ -119,7 +119,8 @@ class IterationModel:
         factor = speed * (1.0 + fit.disturbance)
         self._prices = tuple(price * factor for price in fit.prices)
         self._context_prices = self._prices[9 : 9 + len(CONTEXT_LEVELS)]
-        self._pair_prices = self._prices[9 + len(CONTEXT_LEVELS) :]
+        pair_prices = zip(PAIR_LEVELS, self._prices[9 + len(CONTEXT_LEVELS) :])
+        self._pair_prices = [(size, price) for size, price in pair_prices if price]
         self._row_prices = tuple(price * factor for price in fit.row_prices)
         self._host_before = tuple(price * factor for price in fit.host_before)
         self._host_after = tuple(price * factor for price in fit.host_after)
@@ -160,7 +161,7 @@ class IterationModel:
                 pairs += tokens * prefix + tokens * (tokens + 1) // 2
                 held += tokens + prefix
             ns += int(len(chunks) * p_chunk + 0.5) + int(pairs * p_pairs + 0.5) + int(held * p_context + 0.5)
-            for size, price in zip(PAIR_LEVELS, self._pair_prices):
+            for size, price in self._pair_prices:
                 ns += int(sum([_pairs_over(size, tokens, prefix) for tokens, prefix in chunks]) * price + 0.5)
             if decodes:
                 ns += int(p_mixed + 0.5)

@@ -144,7 +144,8 @@ def _trust(runs: dict[str, Run]) -> str:
     """How far the costs of these runs can be trusted, and for how much of the least covered one."""
     if not all(run.config["calibrated"] for run in runs.values()):
         return "uncalibrated"
-    inside = min(run.summary["inside_share"] for run in runs.values())
+    shares = [run.summary["inside_share"] for run in runs.values()]
+    inside = min([share for share in shares if share == share], default=1.0)  # a run of no iteration has no share
     return "calibrated" if inside > 0.999 else f"calibrated; {inside:.1%} of the iterations in the measured region"
 
 
@@ -170,9 +171,10 @@ def _reasons(run: Run) -> str:
 
     status, reason = run.tables.column("requests", "status"), run.tables.column("requests", "reason")
     counts = Counter((str(s), str(r)) for s, r in zip(status, reason) if s != "finished")
-    told = [f"{count} {status} ({reason})" for (status, reason), count in counts.most_common(3)]
-    if len(counts) > len(told):
-        told.append(f"{counts.total() - sum(count for _, count in counts.most_common(3))} more")
+    first = counts.most_common(3)
+    told = [f"{count} {status} ({reason})" for (status, reason), count in first]
+    if len(counts) > len(first):
+        told.append(f"{counts.total() - sum(count for _, count in first)} more")
     return "; ".join(told)
 
 

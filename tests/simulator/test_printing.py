@@ -25,6 +25,7 @@ def test_calibrated_costs_say_how_much_of_a_run_they_were_measured_for():
     assert _trust({"a": _run(), "b": _run()}) == "calibrated"
     assert _trust({"a": _run(), "b": _run(inside=0.25)}) == "calibrated; 25.0% of the iterations in the measured region"
     assert _trust({"a": _run(), "b": _run(calibrated=False)}) == "uncalibrated"
+    assert _trust({"a": _run(inside=float("nan"))}) == "calibrated", "nothing ran"
 
 
 def test_reasons_that_are_not_told_are_counted():
