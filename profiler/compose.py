@@ -137,10 +137,8 @@ class _Parts:
 
     def _over_link(self, moved: float) -> Curve:
         """`moved` bytes a row over the device's own link, after the latency of a collective on it."""
-        constants, link = RooflineConstants(), self.hardware.link
-        latency = constants.all_reduce_ns if link.startswith("NVLink") else constants.pcie_all_reduce_ns
-        rate = self.hardware.link_bandwidth * constants.link_efficiency * 1e-6
-        return lambda rows: latency * 1e-3 + rows * (moved / rate)
+        before_ns, bytes_per_ns = RooflineConstants().collective(self.hardware.link, self.hardware.link_bandwidth)
+        return lambda rows: before_ns * 1e-3 + rows * (moved / bytes_per_ns * 1e-3)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,11 @@ class RooflineConstants:
     kv_efficiency: decode attention that reads over 100 MB reaches 0.63 to 0.76 of peak bandwidth there (paged gather).
     link_efficiency: all-reduces of 1 GB over NVLink reach 0.66 to 0.76 of the ring bound on A100 there.
     kernel_ns: aiconfigurator's constant latency of a memory-bound kernel; its smallest GEMMs take 2.6 to 4.5 us.
-    all_reduce_ns: its small all-reduces take 4.3 to 6.3 us over NVLink inside a CUDA graph; pcie_all_reduce_ns: NCCL's
-        small ones take 6 to 23 us (2 to 8 GPUs), the path without peer access. send_ns: its point-to-point latency.
+    all_reduce_ns: its small all-reduces take 4.3 to 6.3 us over NVLink inside a CUDA graph; send_ns: its point-to-point
+        latency.
+    pcie_all_reduce_ns, pcie_link_efficiency: without NVLink. NCCL all-reduces of two RTX PRO 6000 over PCIe 5, in CUDA
+        graphs, take 12.7 us at 4 KB, 41 at 1 MB and 587 at 20 MB (LLMServingSim's hardware.yaml, 24 sizes): 13.5 us
+        and 0.57 of the link fit all of them within 12 %, from 1 MB within 6 %.
     host_*: scheduling and output handling per step in logs of real vLLM (CPU build, one Python process): linear fits
         over four logs give 55 to 93 us + 9 to 18 us a sequence, and 31 to 68 us + 6 to 11 us a sampled sequence.
     sampler_bytes: a logit is read in 16 bits, written and read twice in 32 (temperature or argmax, softmax).
@@ -36,13 +39,20 @@ class RooflineConstants:
     link_efficiency: float = 0.75
     kernel_ns: float = 3_000.0
     all_reduce_ns: float = 5_000.0
-    pcie_all_reduce_ns: float = 15_000.0
+    pcie_all_reduce_ns: float = 13_500.0
+    pcie_link_efficiency: float = 0.57
     send_ns: float = 10_000.0
     host_before_ns: float = 65_000.0
     host_before_per_sequence_ns: float = 12_000.0
     host_after_ns: float = 40_000.0
     host_after_per_sample_ns: float = 8_000.0
     sampler_bytes: float = 18.0
+
+    def collective(self, link: str, link_bandwidth: float) -> tuple[float, float]:
+        """Of a collective on a link of this name: ns before its first byte, and bytes per ns after it."""
+        if link.startswith("NVLink"):
+            return self.all_reduce_ns, link_bandwidth * self.link_efficiency / 1e9
+        return self.pcie_all_reduce_ns, link_bandwidth * self.pcie_link_efficiency / 1e9
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():

@@ -42,10 +42,6 @@ class RowTerms:
     def _bytes_per_ns(self) -> float:
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency / 1e9
 
-    @property
-    def _link_bytes_per_ns(self) -> float:
-        return self.hardware.link_bandwidth * self.constants.link_efficiency / 1e9
-
     def _gemm_ns(self, gemm: Gemm, rows: Floats, dtype: str) -> Floats:
         return gemm_ns(gemm, rows, self.hardware, self.constants, dtype, self._act, self.tile)
 
@@ -71,12 +67,11 @@ class RowTerms:
     def _all_reduce_ns(self, rows: Floats) -> Floats:
         """Ring all-reduce of one hidden state per row: 2 (tp - 1) / tp of its bytes cross every link."""
         moved = 2.0 * (self.tp - 1) / self.tp * self.model.hidden * self._act
-        return self._collective_ns + rows * (moved / self._link_bytes_per_ns)
+        return self._over_link_ns(moved, rows)
 
-    @property
-    def _collective_ns(self) -> float:
-        nvlink = self.hardware.link.startswith("NVLink")
-        return self.constants.all_reduce_ns if nvlink else self.constants.pcie_all_reduce_ns
+    def _over_link_ns(self, moved: float, rows: Floats) -> Floats:
+        before_ns, bytes_per_ns = self.constants.collective(self.hardware.link, self.hardware.link_bandwidth)
+        return before_ns + rows * (moved / bytes_per_ns)
 
     def sampled(self, sampled: Column) -> dict[str, Column]:
         """Output head over the sampled rows, gathering of logits from tp devices, and the sampler."""
@@ -90,8 +85,7 @@ class RowTerms:
             "sampling": s * (model.vocab * c.sampler_bytes / self._bytes_per_ns) + 4 * c.kernel_ns,
         }
         if self.tp > 1:
-            moved = (self.tp - 1) / self.tp * model.vocab * self._act / self._link_bytes_per_ns
-            terms["gather_logits"] = self._collective_ns + s * moved
+            terms["gather_logits"] = self._over_link_ns((self.tp - 1) / self.tp * model.vocab * self._act, s)
         return {name: np.where(sampled > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
 
 

@@ -3,7 +3,8 @@
 Traps: times are microseconds of one layer (skew.csv: of `measurement_iterations` runs in a row, three in all known
 files, found here by comparing with attention.csv); `layernorm` runs twice a layer; attention.csv is a grid of *mixed*
 batches: one chunk of `prefill_chunk` tokens on `kv_prefill` cached ones, beside `n_decode` decodes of `kv_decode` each;
-newer ones give `prefill_key` = kv_prefill + prefill_chunk / 2 instead, and list uneven batches request by request.
+newer ones give `prefill_key` = kv_prefill + prefill_chunk / 2 instead, and list uneven batches request by request; they
+keep the all-reduces of a card in HARDWARE/hardware.yaml, for all its models, in bytes of the whole message.
 Kernels were measured eagerly; the attention time includes writing the new keys and values.
 """
 
@@ -50,8 +51,10 @@ def read(path: Path, tensor_parallel: int | None = None, model: str | None = Non
     device = meta.get("gpu") or meta.get("hardware") or folder.parent.name
     spec = _spec(model or meta.get("model") or folder.name)
     parts = [_one_degree(folder / f"tp{tp}", spec, tp) for tp in degrees]
+    parts.append(_all_reduces(folder))
     table = pd.concat(parts, ignore_index=True)
-    table["device"], table["model"], table["dtype"] = device, spec.name, "bfloat16"
+    table["device"], table["dtype"] = device, "bfloat16"
+    table["model"] = np.where(table["operator"] == "all_reduce", "", spec.name)
     backend = f"vllm {meta.get('vllm_version', 'unknown')} eager"
     twin = table["backend"].eq(TWIN) if "backend" in table else np.zeros(len(table), bool)
     table["backend"] = np.where(twin, f"{backend}, {TWIN}", backend)
@@ -95,6 +98,40 @@ def _meta(path: Path) -> dict[str, str]:
     lines = read_text(path, ProfileError).splitlines()
     pairs = (re.match(r"(\w+):\s+(\S.*)", line) for line in lines)
     return {pair[1]: pair[2].strip().strip("'\"") for pair in pairs if pair}
+
+
+_SAMPLE = re.compile(
+    r"^ *- collective: *all_reduce *\n *bytes: *(\d{1,12}) *\n *us: *([0-9.eE+-]{1,30}) *$", re.ASCII | re.MULTILINE
+)
+
+
+def _all_reduces(folder: Path) -> pd.DataFrame:
+    """What the card's hardware.yaml measured among its `npus`, where one lies up to three folders above (YAML is no
+    dependency: the lines of its samples are read)."""
+    import pandas as pd
+
+    above = [parent / "hardware.yaml" for parent in list(folder.absolute().parents)[:3]]
+    path = next((file for file in above if file.is_file()), None)
+    if path is None:
+        return pd.DataFrame()
+    text = read_text(path, ProfileError)
+    npus = re.search(r"^ *npus: *(\d{1,4}) *$", text, re.ASCII | re.MULTILINE)
+    samples = _SAMPLE.findall(text)
+    if npus is None or not samples:
+        return pd.DataFrame()
+    try:
+        seconds = [float(us) * 1e-6 for _, us in samples]
+    except ValueError:
+        raise ProfileError(f"{path}: all_reduce: us: expected numbers") from None
+    return pd.DataFrame(
+        {
+            "operator": "all_reduce",
+            "tensor_parallel": int(npus[1]),
+            "bytes": [int(size) for size, _ in samples],
+            "repeats": 3,
+            "median_s": seconds,
+        }
+    )
 
 
 def _spec(name: str) -> ModelSpec:

@@ -352,12 +352,12 @@ def test_keys_of_small_batches_are_cold_in_an_engine() -> None:
 
 
 def test_collectives_pay_the_latency_of_their_link_and_the_embedding_is_added_up() -> None:
-    """Without NVLink gathering logits costs an all-reduce's 15 us, and tp > 1 adds one all-reduce to two a layer."""
+    """Without NVLink gathering logits costs an all-reduce's 13.5 us, and tp > 1 adds one all-reduce to two a layer."""
     spec, hardware = load_model_spec("llama-3.1-8b"), load_hardware("rtx4090")
     cost = compose(shipped("rtx4090"), spec, hardware, tp=2)
     parts = cost.breakdown(BatchShape(((1, 0),), 0, 0, 0, 0, 1))
-    assert parts["gather_logits"] >= 15_000
+    assert parts["gather_logits"] >= 13_500
     one = parts["all_reduce"] / (2 * spec.layers + 1)
-    assert one == pytest.approx(15_000, rel=0.05)
+    assert one == pytest.approx(13_500, rel=0.05)
     halves = compose(shipped("rtx4090"), spec, hardware, tp=2, pp=2).breakdown(BatchShape(((1, 0),), 0, 0, 0, 0, 1))
     assert halves["all_reduce"] == pytest.approx(parts["all_reduce"], abs=2)

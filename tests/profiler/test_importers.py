@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from policies.batch import BatchShape
+from profiler.compose import compose
+from profiler.device_fit import fit_device
 from profiler.errors import ProfileError
+from profiler.hardware import load_hardware
 from profiler.importers import import_profile
+from profiler.model_config import load_model_spec
 from profiler.profile import Profile
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
@@ -62,6 +68,30 @@ def test_newer_llmservingsim_tables_say_the_same(tmp_path: Path) -> None:
 
 
 @needs_data
+def test_llmservingsim_all_reduces_lie_beside_the_models_of_a_card(tmp_path: Path) -> None:
+    old, card = DATA / "llmservingsim/RTXPRO6000/Llama-3.1-8B", tmp_path / "RTXPRO6000"
+    shutil.copytree(old, card / "meta-llama/Llama-3.1-8B/bf16")
+    sizes = [(size, 13.0 + size / 40e3) for size in (4096, 524288, 1048576)]
+    lines = ["measured:", "  interconnect:", "    npus: 2", "    samples:"]
+    for kind, factor in (("all_gather", 7.0), ("all_reduce", 1.0)):
+        for size, us in sizes:
+            lines += [f"    - collective: {kind}", f"      bytes: {size}", f"      us: {us * factor}"]
+    (card / "hardware.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    profile = import_profile("llmservingsim", card / "meta-llama/Llama-3.1-8B/bf16", tensor_parallel=1)
+    rows = profile.rows_of("all_reduce")
+    assert list(rows["bytes"]) == [4096, 524288, 1048576]
+    assert set(rows["tensor_parallel"]) == {2}
+    assert list(rows["median_s"]) == pytest.approx([us * 1e-6 for _, us in sizes])
+    fit = fit_device(profile, load_hardware("rtxpro6000"))
+    assert fit.profiled == (("llama-3.1-8b", 1),), "no model was profiled on two cards"
+    two = compose(fit, load_model_spec("qwen3-32b"), load_hardware("rtxpro6000"), tp=2)
+    other = compose(replace(fit, collectives=()), load_model_spec("qwen3-32b"), load_hardware("rtxpro6000"), tp=2)
+    shape = BatchShape(((2048, 0),), 0, 0, 0, 0, 1)
+    per_layer = 2 * (13e3 + 2048 * 5120 * 2 / 40e3 * 1e3)
+    assert two.breakdown(shape)["all_reduce"] == pytest.approx(64.5 * per_layer, rel=0.01)  # one for the embedding
+    assert other.breakdown(shape)["all_reduce"] == pytest.approx(129 * (13.5e3 + 2048 * 10240 / (0.57 * 64)), rel=0.01)
+
+
 def test_llmservingsim_degrees_are_told_apart() -> None:
     profile = import_profile("llmservingsim", DATA / "llmservingsim/RTXPRO6000/Llama-3.1-8B")
     heads = profile.rows_of("attention")[["tensor_parallel", "heads", "kv_heads"]].drop_duplicates()
