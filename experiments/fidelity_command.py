@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from experiments.fidelity import Bench, Fidelity
 
 
@@ -105,14 +107,16 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
     calibrated = bench.fit.provenance.get("calibrated_on")
     print(f"{result.run.name}: {len(result.run.requests)} requests; costs from {bench.source}", end="")
     print(f", CALIBRATED on {calibrated}" if calibrated else ", nothing fitted on the run")
-    print(f"  {'':10}" + "".join(f"{name:>22}" for name in STATISTICS))
+    for line in _not_its_own(result.costs):
+        print(f"  {line}")
+    print(f"  {'':10}" + "".join(f"{name:>26}" for name in STATISTICS))
     for key, measured in result.measured.items():
         unit, scale = ("ms", 1e3) if key == "tpot" else ("s", 1.0)
         cells = [
-            f"{result.simulated[key][name] * scale:8.2f} {measured[name] * scale:7.2f} {result.errors[key][name]:+5.1%}"
+            f"{result.simulated[key][name] * scale:.2f} {measured[name] * scale:7.2f} {result.errors[key][name]:+6.1%}"
             for name in STATISTICS
         ]
-        print(f"  {key.upper() + ' ' + unit:10}" + "".join(f"{cell:>22}" for cell in cells))
+        print(f"  {key.upper() + ' ' + unit:10}" + "".join(f"{cell:>26}" for cell in cells))
     print("  (simulated, measured, error)" + (f"; beyond its aim: {', '.join(result.missed)}" if result.missed else ""))
     second, blocks = result.run.overcommitted()
     if blocks:
@@ -123,14 +127,26 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
         times = f"{one.predicted_s * 1e3:.2f} ms predicted, {one.measured_s * 1e3:.2f} measured, {one.error:+.1%}"
         print(f"  {one.steps} decode steps of {size} (their number is certain): {times}")
     for least, most, seconds, ms, error in by_size(bench.decode_seconds()):
-        print(f"  {seconds} seconds of decodes alone, {least} to {most}: {ms:.1f} ms a step measured, {error:+.1%}")
+        unit = "second" if seconds == 1 else "seconds"
+        print(f"  {seconds} {unit} of decodes alone, {least} to {most}: {ms:.1f} ms a step measured, {error:+.1%}")
     if rows:
-        print(f"  {'error at mean / P50':50}{'TTFT':>16}{'TPOT':>16}{'E2E':>16}")
+        print(f"  {'error at mean / P50':50}{'TTFT':>20}{'TPOT':>20}{'E2E':>20}")
     for row in rows:
         errors = row["errors"]
         cells = [f"{errors[key]['mean']:+5.1%} / {errors[key]['p50']:+5.1%}" for key in ("ttft", "tpot", "e2e")]
-        print(f"  {row['variant']:50}" + "".join(f"{cell:>16}" for cell in cells))
+        print(f"  {row['variant']:50}" + "".join(f"{cell:>20}" for cell in cells))
     print()
+
+
+def _not_its_own(costs: Mapping[str, Any]) -> list[str]:
+    """What the costs say of a model that was not profiled itself."""
+    region = costs.get("region", {})
+    lines = [
+        f"{word}: {', '.join(dict.fromkeys(region[key]))}"
+        for key, word in (("composed", "composed of other shapes"), ("unmeasured", "never measured near"))
+        if region.get(key)
+    ]
+    return [] if costs.get("profiled") else ["the profile holds another model or degree of tensor parallelism", *lines]
 
 
 def _write(out: Path, result: Fidelity) -> Path:

@@ -83,6 +83,10 @@ def test_the_command_takes_any_folder_of_the_form_and_prints_json(tmp_path: Path
     assert report["costs"].startswith("shipped fit of rtxpro6000")
     assert set(report["errors"]["tpot"]) == {"mean", "p50", "p90", "p95", "p99"}
     assert (tmp_path / "out/RTXPRO6000/mine/over_time.csv").exists()
+    other = CliRunner().invoke(build(), [*chosen[:-1], "--model", "qwen3-32b", "--tp", "2"])
+    assert other.exit_code == 0, other.output
+    assert "the profile holds another model or degree of tensor parallelism" in other.stdout
+    assert "all_reduce" in next(line for line in other.stdout.splitlines() if "never measured near" in line)
 
 
 def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
