@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -40,23 +40,27 @@ def replay_config(task: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=256)
 def _changed(kind: str, base: str, changes: str) -> str:
-    """A TOML file of the base with some facts changed; under another name, so that no fitted model is taken for it."""
+    """A TOML file of the base with some facts changed; under another name, so that no fitted model is taken for it.
+
+    Facts that equal the base's own change nothing: a grid through the datasheet's value keeps the fitted costs there.
+    """
     from profiler import load_hardware, load_model_spec
 
-    spec: Any = load_model_spec(base) if kind == "model" else load_hardware(base)
-    known = {field.name for field in fields(spec)}
+    load: Callable[[str], Any] = load_model_spec if kind == "model" else load_hardware
+    spec = load(base)
+    known = {field.name for field in fields(spec)} - {"name"}
     facts = asdict(spec)
     for name, value in json.loads(changes).items():
         outer, _, inner = name.partition(".")
         if outer not in known:
             facts_known = ", ".join(sorted(known))
             raise ExperimentError(f"{kind}.{name}: {spec.name} has no such fact, expected one of {facts_known}")
-        if inner:
-            facts[outer] = {**facts[outer], inner: value}
-        else:
-            facts[outer] = value
+        if inner and not isinstance(facts[outer] or {}, Mapping):
+            raise ExperimentError(f"{kind}.{name}: {outer} of {spec.name} is no table, expected {kind}.{outer}")
+        facts[outer] = {**(facts[outer] or {}), inner: value} if inner else value
     facts.pop("name")
-    return placed(f"{spec.name}-changed.toml", _toml(facts).encode())
+    file = placed(f"{spec.name}-changed.toml", _toml(facts).encode())
+    return base if replace(load(file), name=spec.name) == spec else file
 
 
 def _toml(facts: Mapping[str, Any]) -> str:

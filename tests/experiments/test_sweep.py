@@ -19,6 +19,7 @@ from experiments.engines import ThisProcess, WorkerProcesses, make_engine
 from experiments.errors import ExperimentError
 from experiments.ray_engine import _renamed
 from experiments.sweep import run_sweep
+from experiments.sweep_point import replay_config
 from experiments.sweep_space import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,6 +161,30 @@ def test_changed_facts_of_gpu_and_model_change_the_costs(tmp_path: Path) -> None
     assert 0.4 < fast_whole / slow_whole < 0.65
     assert fast_half < slow_half
     assert all("changed" in row["cost_model"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "same"),
+    [
+        ("hardware", {"memory_bandwidth": 3_350_000_000_000}, True),
+        ("hardware", {"peak_flops.bf16": 989.5e12, "sms": 132}, True),
+        ("hardware", {"memory_bandwidth": 3.35e12, "sms": 131}, False),
+        ("model", {"layers": 32, "rope_scaling.factor": 8}, True),
+        ("model", {"rope_scaling.factor": 9.0}, False),
+    ],
+)
+def test_a_grid_through_the_datasheets_own_value_keeps_the_name_and_so_the_fit_there(
+    kind: str, facts: dict[str, Any], same: bool
+) -> None:
+    config = replay_config({"config": {"gpu": "h100", "model": "llama-3.1-8b"}, kind: facts})
+    name = {"hardware": config.gpu, "model": config.model}[kind]
+    assert (name in ("h100", "llama-3.1-8b")) is same
+    assert name.endswith("-changed.toml") is not same
+
+
+def test_a_part_of_a_fact_that_has_none_is_refused() -> None:
+    with pytest.raises(ExperimentError, match=r"hardware\.sms\.x: sms of h100 is no table, expected hardware\.sms"):
+        replay_config({"config": {"gpu": "h100"}, "hardware": {"sms.x": 1}})
 
 
 def test_a_point_that_cannot_be_run_is_a_row_with_its_error(tmp_path: Path) -> None:
