@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,7 @@ from executor.journal import Journal
 from executor.threads import set_threads
 from policies.command_line import knob_flags
 from policies.input_file import read_json, read_toml
-from policies.settings import check_value
+from policies.settings_file import files_beside, knobs_of_file, one_spelling
 
 app = typer.Typer(
     name="executor",
@@ -93,11 +94,10 @@ def replay_command(
     as_json: o.Json = False,
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
-    values = {**(_config_file(config) if config is not None else {}), **_given(ctx)}
+    from_file = _config_file(config) if config is not None else {}
+    knobs = {**knobs_of_file(from_file, ExecutorError), **knob_flags(ctx.args)}
+    values = {**from_file, **_given(ctx)}
     reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
-    in_file = values.pop("knobs", {})
-    check_value("config: knobs", in_file, (dict,), ExecutorError)
-    knobs = {**in_file, **knob_flags(ctx.args)}
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)
@@ -267,7 +267,9 @@ def _given(ctx: typer.Context) -> dict[str, Any]:
 
 
 def _config_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML config, or of the `live` part of a live run's config.json."""
+    """The values of a TOML config (file names relative to it), or of the `live` part of a live run's config.json."""
+    from metrics.run_config import settings_of_run
+
     if path.is_dir():
         path = path / "config.json"
     values = (read_json if path.suffix == ".json" else read_toml)(path, ExecutorError)
@@ -276,10 +278,12 @@ def _config_file(path: Path) -> dict[str, Any]:
             raise ExecutorError(
                 f"{path}: is the config of a simulated run; python -m simulator replay --config takes it"
             )
-        values = values.get("live", values)
+        if "live" in values:
+            return one_spelling(settings_of_run(values, "live", path, ExecutorError), str(path), ExecutorError)
     if not isinstance(values, Mapping):
         raise ExecutorError(f"{path}: found no table of settings")
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    told = partial(print, "note:", file=sys.stderr)
+    return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
 
 
 def _print_run(run: Any, out: Path | None, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from executor.errors import ExecutorError
 from executor.threads import check_threads
 from policies.settings import check_settings, listed
+from policies.settings_file import one_spelling
 from policies.swap import PREEMPTIONS
 
 
@@ -121,10 +122,9 @@ class LiveConfig:
         """A config from plain data; an unknown key is an error that names the known ones."""
         known = {entry.name for entry in fields(cls)}
         cleaned: dict[str, Any] = {}
-        for key, value in values.items():
-            name = key.replace("-", "_")
+        for name, value in one_spelling(values, "config", ExecutorError).items():
             if name not in known:
-                raise ExecutorError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+                raise ExecutorError(f"config: unknown key {name!r}; known keys: {', '.join(sorted(known))}")
             if name == "layer_split" and value is not None:
                 value = listed("--layer-split", value, int, ExecutorError)
             cleaned[name] = value

@@ -21,6 +21,7 @@ import numpy as np
 
 from experiments.errors import ExperimentError
 from policies.input_file import read_toml
+from policies.settings_file import files_beside, knobs_of_file
 
 METHODS = ("grid", "random", "optuna")
 PREFIXES = ("trace", "model", "hardware")
@@ -112,7 +113,7 @@ def read_sweep(path: str | Path) -> SweepSpec:
     file = Path(path)
     content = read_toml(file, ExperimentError)
     try:
-        return parse_sweep(content, file.parent)
+        return parse_sweep(files_beside(content, file.parent), file.parent)
     except ExperimentError as error:
         raise ExperimentError(f"{file}: {error}") from None
 
@@ -130,7 +131,7 @@ def parse_sweep(content: Mapping[str, Any], folder: Path = Path()) -> SweepSpec:
         raise ExperimentError("space: found no axis, expected at least one, such as chunk_size = [256, 512]")
     axes = tuple(_axis(name, value) for name, value in _flat(space))
     base = _table(content, "base")
-    _table(base, "knobs")
+    knobs_of_file(dict(base), ExperimentError)  # contradictions within it
     spec = SweepSpec(
         method,
         tuple(_with_fractions(axis, _policies(axes, base)) for axis in axes),

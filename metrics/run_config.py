@@ -5,12 +5,19 @@ A run folder can come from anywhere. Keys that are absent mean what they mean in
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from metrics.columns import MetricsError
 from policies.settings import check_value
+
+AS_WRITTEN = "as_written"
+"""Key of config.json: digests of the settings that stand beside the table that is read back, to notice an edit."""
+SETTINGS = ("replay", "live")
+"""The tables of config.json that are read back; everything else there is what became of them."""
 
 _NONE = type(None)
 _COUNTS = (
@@ -20,6 +27,36 @@ _COUNTS = (
 _TABLES = ("knobs", "replay", "live", "memory", "peaks", "model_flops", "model_bytes", "cluster", "trace", "versions")
 _NAMES = ("world", "policy", "gpu", "cost_model", "cost_kind")
 _LIFE = {"replica": (int,), "pool": (int,), "ordered_s": (float,), "down_s": (float, _NONE)}
+
+
+def digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of what a run's config (as JSON has it) says of its settings outside the table that is read back."""
+    names = {"chunk_size", *(name for table in SETTINGS for name in config.get(table) or ())}
+    return {name: _digest(config[name]) for name in sorted(names) if name in config}
+
+
+def settings_of_run(config: Mapping[str, Any], table: str, file: Path, error: type[Exception]) -> dict[str, Any]:
+    """The table of a run's config that makes the run again; raises `error` for a setting that was edited beside it.
+
+    A run writes its settings twice: as they were asked for, in the table, and as they became, beside it. Only the first
+    are read back, so an edit of the second would be lost without a word, unless both now say the same.
+    """
+    settings = config[table]
+    if not isinstance(settings, Mapping):
+        raise error(f"{file}: `{table}`: expected a table of settings")
+    written = config.get(AS_WRITTEN)
+    if isinstance(written, Mapping):
+        for name, now in digests(config).items():
+            if now != written.get(name) and (name not in settings or config[name] != settings[name]):
+                raise error(
+                    f"{file}: {name} was changed outside the table `{table}`, which alone is read back; "
+                    f"change it in `{table}`"
+                )
+    return dict(settings)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
-from metrics.run_config import check_config
+from metrics.run_config import AS_WRITTEN, check_config, digests
 from policies.compiling import how_built
 from policies.input_file import read_json
 from policies.output_file import check_place, clear_leftovers, scratch_prefix
@@ -44,7 +44,8 @@ def write_run(
         raise MetricsError(f"{target}: cannot write a run folder there: {error.strerror}") from error
     try:
         scratch.chmod(0o755)
-        _write_json(scratch / "config.json", {RUN_MARKER: RUN_VERSION, **config})
+        facts = json_ready(config)
+        _write_json(scratch / "config.json", {RUN_MARKER: RUN_VERSION, **facts, AS_WRITTEN: digests(facts)})
         for name in TABLES:
             _write_table(scratch / f"{name}.parquet", run, name)
         if summary is not None:
@@ -80,7 +81,7 @@ def read_run(path: str | Path) -> RunTables:
         _check_table(file, name)
     summary_file = folder / "summary.json"
     summary = _read_json(summary_file) if summary_file.exists() else {}
-    return RunTables(tables, {k: v for k, v in config.items() if k != RUN_MARKER}, summary)
+    return RunTables(tables, {k: v for k, v in config.items() if k not in (RUN_MARKER, AS_WRITTEN)}, summary)
 
 
 def is_run_folder(path: str | Path) -> bool:

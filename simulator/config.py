@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from policies.settings import check_settings, listed
+from policies.settings_file import one_spelling
 from simulator.errors import SimulationError
 
 COUNTS = (
@@ -139,10 +140,9 @@ class ReplayConfig:
         """A config from plain data (TOML, config.json); an unknown key is an error that names the known ones."""
         known = {entry.name for entry in fields(cls)}
         cleaned = {}
-        for key, value in values.items():
-            name = key.replace("-", "_")
+        for name, value in one_spelling(values, "config", SimulationError).items():
             if name not in known:
-                raise SimulationError(f"config: unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+                raise SimulationError(f"config: unknown key {name!r}; known keys: {', '.join(sorted(known))}")
             if name in TUPLES and value is not None:
                 value = listed(_flag(name), value, TUPLES[name], SimulationError)
             cleaned[name] = value

@@ -6,6 +6,7 @@ knobs of the policy; one that the policy does not have is an error that names th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
@@ -16,7 +17,8 @@ import typer
 
 from policies.command_line import knob_flags
 from policies.input_file import read_json, read_toml
-from policies.settings import check_settings, check_value
+from policies.settings import check_settings
+from policies.settings_file import files_beside, knobs_of_file, one_spelling
 from simulator import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -200,12 +202,10 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
-    in_file = from_file.pop("knobs", {})
-    check_value("config: knobs", in_file, (dict,), SimulationError)
-    knobs = {**in_file, **knob_flags(ctx.args)}
+    knobs = {**knobs_of_file(from_file, SimulationError), **knob_flags(ctx.args)}
     if flags.pop("asynchronous", None) is not None:
         knobs["async_scheduling"] = ctx.params["asynchronous"]
-    if (chunk_size := flags.pop("chunk_size", from_file.pop("chunk_size", None))) is not None:
+    if (chunk_size := flags.pop("chunk_size", None)) is not None:
         knobs["chunk_size"] = chunk_size
     if flags.pop("plain", False):
         flags["leaps"] = False
@@ -230,19 +230,26 @@ def _given_flags(ctx: typer.Context) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The values of a TOML config, or of the `replay` part of a run's config.json."""
+    """The values of a TOML config, or of the `replay` part of a run's config.json.
+
+    File names of a TOML are relative to it; a run's config names its files as the command that made the run did.
+    """
+    from metrics.run_config import settings_of_run
+
     if path.is_dir():
         path = path / "config.json"
     values = (read_json if path.suffix == ".json" else read_toml)(path, SimulationError)
     if not isinstance(values, Mapping):
         raise SimulationError(f"{path}: found no table of settings")
     if "replay" in values:
-        values = values["replay"]
-        if not isinstance(values, Mapping):
-            raise SimulationError(f"{path}: `replay`: expected a table of settings")
-    elif values.get("world") == "live":
+        return one_spelling(settings_of_run(values, "replay", path, SimulationError), str(path), SimulationError)
+    if values.get("world") == "live":
         raise SimulationError(f"{path}: is the config of a live run; python -m executor replay --config takes it")
-    return {key.replace("-", "_"): value for key, value in values.items()}
+    return files_beside(one_spelling(values, str(path), SimulationError), path.parent, told=_note)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> Trace:

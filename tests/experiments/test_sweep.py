@@ -130,6 +130,7 @@ def test_settings_find_their_place_in_the_task() -> None:
         ({"space": {"tp": 4}}, "expected a list or a range"),
         ({"space": {"tp": {"low": 4, "high": 1}}}, "expected low below high"),
         ({"base": {"knobs": 5}}, "knobs: found 5, expected a table"),
+        ({"base": {"chunk_size": 4, "knobs": {"chunk_size": 5}}}, r"found chunk_size 4 and knobs\.chunk_size 5"),
         ({"method": "gird"}, "method: found 'gird'"),
         ({"method": "random"}, "points: found 0"),
         ({"method": "optuna", "points": 3, "objective": "speed"}, "objective: found 'speed'"),
@@ -140,6 +141,19 @@ def test_settings_find_their_place_in_the_task() -> None:
 def test_a_mistake_in_a_sweep_is_one_clear_line(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ExperimentError, match=message):
         small(**content)
+
+
+def test_every_file_that_a_sweep_names_is_the_one_beside_it(tmp_path: Path) -> None:
+    for name in ("t.csv", "p.py", "gpu.toml", "lengths.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "sweep.toml").write_text(
+        '[trace]\nfile = "t.csv"\n[base]\ngpu = "gpu.toml:mine"\n[space]\ntp = [1]\n'
+        '"trace.prompt" = ["empirical:lengths.txt", "fixed:5"]\n'
+    )
+    spec = read_sweep(tmp_path / "sweep.toml")
+    assert spec.trace["file"] == str(tmp_path / "t.csv")
+    assert spec.base["gpu"] == f"{tmp_path / 'gpu.toml'}:mine"
+    assert spec.axes[1].values == (f"empirical:{tmp_path / 'lengths.txt'}", "fixed:5")
 
 
 def test_worker_processes_and_this_process_write_the_same_table(tmp_path: Path) -> None:

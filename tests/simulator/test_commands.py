@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.options import read_config_file
+from simulator.simulation import replay as replay_trace
+from tests.hardening.command_line import assert_refused
+from tests.hardening.command_line import run as run_command
+from workloads import read_trace
+
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "arrival,prompt,output\n0,100,5\n0.5,200,7\n1.5,50,3\n"
 
@@ -59,6 +67,68 @@ def test_a_toml_config_takes_every_flag_and_a_given_flag_wins(trace, tmp_path):
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert (config["tp"], config["max_num_seqs"], config["knobs"]["chunk_size"]) == (1, 7, 99)
+
+
+@pytest.mark.parametrize(
+    ("top", "replay", "refused"),
+    [
+        ({}, {"limit": 2}, None),
+        ({"token_budget": 77}, {}, "token_budget"),
+        ({"policy": "orca"}, {"limit": 2}, "policy"),
+        ({"limit": 2}, {}, "limit"),
+        ({"chunk_size": 9}, {}, "chunk_size"),
+        ({"tp": 2}, {"tp": 2}, None),
+    ],
+)
+def test_a_setting_of_a_runs_config_that_was_changed_where_nothing_reads_it_is_refused(
+    trace, tmp_path, top, replay, refused
+):
+    config = {**json.loads(json.dumps(_ran(trace, tmp_path / "run"))), **top}
+    config["replay"].update(replay)
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    if refused is None:
+        assert replay.items() <= read_config_file(tmp_path / "run").items()
+        return
+    with pytest.raises(SimulationError, match=rf"{refused} was changed outside the table `replay`, which alone is read"):
+        read_config_file(tmp_path / "run")
+
+
+def _ran(trace, out):
+    read, config = read_trace(trace), ReplayConfig(cost_model="roofline")
+    run = replay_trace(read, config)
+    run.write(out)
+    return json.loads((out / "config.json").read_text())
+
+
+@pytest.mark.parametrize("package", ["simulator", "executor"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("chunk_size = 3\n[knobs]\nchunk_size = 4\n", "found chunk_size 3 and knobs.chunk_size 4, expected one of them"),
+        ("max-num-seqs = 3\nmax_num_seqs = 4\n", "found 'max_num_seqs' twice, as max_num_seqs and max-num-seqs"),
+    ],
+)
+def test_a_setting_that_stands_twice_in_a_file_is_refused(trace, tmp_path, package, content, words):
+    (tmp_path / "run.toml").write_text(content)
+    assert words in assert_refused(run_command(package, "replay", trace, "--config", tmp_path / "run.toml"))
+
+
+def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_folder(trace, tmp_path, monkeypatch, capsys):
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "run.toml").write_text('trace = "mine.csv"\npolicy = "p.py:Mine"\ngpu = "h100"\n')
+    (tmp_path / "p.py").touch()
+    (beside / "mine.csv").touch()
+    (beside / "h100").touch()
+    monkeypatch.chdir(tmp_path)
+    read = read_config_file(beside / "run.toml")
+    assert read == {"trace": str(beside / "mine.csv"), "policy": "p.py:Mine", "gpu": "h100"}
+    (beside / "p.py").touch()
+    assert capsys.readouterr().err == ""
+    assert read_config_file(beside / "run.toml")["policy"] == f"{beside / 'p.py'}:Mine"
+    assert capsys.readouterr().err.startswith("note: p.py is the one beside the settings file, not the one in the working")
+    monkeypatch.chdir(beside)
+    assert read_config_file(Path("run.toml"))["trace"] == "mine.csv", "named alike from both"
 
 
 def test_compare_gives_each_policy_the_knobs_that_it_has(trace, tmp_path):
