@@ -22,6 +22,8 @@ from workloads import Trace
 
 START_CHUNK = 256
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 8192
+FEW = 100
+"""Requests below which a P99 is no percentile but the longest of them."""
 DEFAULT_SLO = "ttft_p99=2,tbt_p99=0.2"
 
 
@@ -93,7 +95,7 @@ def advise(
     base = config or ReplayConfig()
     slo = slo or base.slo or DEFAULT_SLO
     _bounds(slo)
-    base = replace(base, slo=slo, warmup=base.warmup or "auto")
+    base = _measured_alike(trace, replace(base, slo=slo))
     tried: dict[str, Candidate] = {}
 
     def attempt(policy: str, chunk_size: int | None = None, token_budget: int | None = None) -> Candidate:
@@ -108,14 +110,14 @@ def advise(
             tried[label] = Candidate(label, policy, chunk_size, token_budget, summary, _room(summary, slo))
         return tried[label]
 
-    best = _walk(lambda size: attempt("chunked", chunk_size=size), START_CHUNK)
-    assert best.chunk_size is not None
-    chunked, size = best, best.chunk_size
+    chunked = _walk(lambda size: attempt("chunked", chunk_size=size), START_CHUNK)
+    assert chunked.chunk_size is not None
+    size = chunked.chunk_size
     maximal = _walk(lambda c: attempt("decode_maximal", chunk_size=c), min(size, 512))
     others = [maximal, attempt("prefill_priority"), attempt("dynamic_chunk")]
     vllm = _walk(lambda budget: attempt("vllm_v1", token_budget=budget), max(size, START_CHUNK))
-    best = max([best, *others, vllm], key=lambda candidate: candidate.score)
-    reasons = _reasons(trace, best, chunked, tried, slo)
+    best = max([chunked, *others, vllm], key=lambda candidate: candidate.score)
+    reasons = _reasons(trace if base.limit is None else trace.head(base.limit), best, tried, slo)
     running = best.summary["running_max"] or 1
     flags = {
         "max_num_batched_tokens": vllm.token_budget or size,
@@ -129,6 +131,17 @@ def advise(
         token_budget=best.token_budget,
     )  # fmt: skip
     return Advice(best, tuple(order), slo, tuple(reasons), flags, vllm, chosen)
+
+
+def _measured_alike(trace: Trace, base: ReplayConfig) -> ReplayConfig:
+    """The same settings with one warm-up for all that is tried: that of the starting point, in requests.
+
+    Each setting's own would be another, and rates over other requests and other seconds cannot be compared.
+    """
+    if base.warmup not in (None, "auto"):
+        return base
+    start = replace(base, policy="chunked", knobs={"chunk_size": START_CHUNK}, warmup="auto")
+    return replace(base, warmup=str(replay_trace(trace, start).summary["warmup_requests"]))
 
 
 def _walk(attempt: Callable[[int], Candidate], start: int) -> Candidate:
@@ -180,22 +193,22 @@ def _numbers(candidate: Candidate) -> str:
     )
 
 
-def _reasons(
-    trace: Trace, best: Candidate, chunked: Candidate, tried: Mapping[str, Candidate], slo: str
-) -> list[str]:
-    """Why, in tokens and milliseconds."""
+def _reasons(trace: Trace, best: Candidate, tried: Mapping[str, Candidate], slo: str) -> list[str]:
+    """Why, in tokens and milliseconds. trace: what was replayed of it."""
     summary = best.summary
     prompt, output = float(trace.prompt_tokens.mean()), float(trace.output_tokens.mean())
-    ratio = prompt / output
+    beside = ""
+    if best.chunk_size:
+        decodes = f"{summary['decodes_per_iteration']:.0f}"
+        beside = f"; chunks of {best.chunk_size} beside the {decodes} decode{'s' * (decodes != '1')} of a mean batch"
     reasons = [
-        f"the trace has P:D {ratio:.1f} ({prompt:,.0f} prompt and {output:,.0f} output tokens on average)"
-        + (
-            f"; chunks of {best.chunk_size} beside the {summary['decodes_per_iteration']:.0f} decodes of a mean batch"
-            if best.chunk_size
-            else ""
-        ),
+        f"the trace has P:D {prompt / output:.1f} ({prompt:,.0f} prompt and {output:,.0f} output tokens on average)"
+        + beside,
         f"{best.label}: {_numbers(best)}",
     ]
+    alike = [candidate.label for candidate in tried.values() if candidate is not best and candidate.score == best.score]
+    if alike:
+        reasons.append(f"as good by objective, goodput and room, so that nothing decides: {', '.join(alike)}")
     start = tried[f"chunked {START_CHUNK}"]
     if start is not best:
         reasons.append(f"against the starting point chunked {START_CHUNK}: {_numbers(start)}")
@@ -219,9 +232,25 @@ def _reasons(
             if not (summary[metric] is not None and summary[metric] <= bound)
         ]
         reasons.append(f"no setting meets {slo}: {', '.join(missed)}")
-    elif best.room > 0.5:
+    elif best.room > 0.5 and summary["measured_finished"] >= FEW:
         reasons.append(f"the tightest bound is kept with {best.room:.0%} to spare: this GPU has room for more load")
+    reasons.append(_rests_on(summary))
     return reasons
+
+
+def _rests_on(summary: Mapping[str, Any]) -> str:
+    """Whom the numbers count, and how little that is where it is."""
+    measured, left_out = summary["measured_finished"], summary["warmup_requests"]
+    one = measured == 1
+    text = f"all of this rests on {measured:,} request{'s' * (not one)}" + (
+        f": the first {left_out:,} {'are' if left_out > 1 else 'is'} left out as warm-up, "
+        "and counted in `finished` and the throughputs alone"
+        if left_out
+        else ""
+    )
+    if measured < FEW:
+        text += f"; that is little: P99 of fewer than {FEW} is the longest of them, a longer trace may choose otherwise"
+    return text
 
 
 def draw_frontier(advice: Advice, folder: Path) -> list[Path]:

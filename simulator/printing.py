@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ def print_advice(advice: Advice, out: Path | None) -> None:
     console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
+    summaries = list(tried.values())
+    console.print(f"costs: {summaries[0]['cost_model']} ({trust(summaries)})", highlight=False, soft_wrap=True)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
     console.print(f"with vLLM: {flags}", highlight=False, soft_wrap=True)
     if out is not None:
@@ -123,7 +126,7 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(comparison_table(summaries, max_width=console.width))
     first = next(iter(runs.values()))
-    say(f"costs: {first.config['cost_model']} ({_trust(runs)})")
+    say(f"costs: {first.config['cost_model']} ({trust([run.summary for run in runs.values()])})")
     for run in runs.values():
         reasons = _reasons(run)
         if reasons:
@@ -140,11 +143,11 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         say(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}")
 
 
-def _trust(runs: dict[str, Run]) -> str:
+def trust(summaries: Sequence[Mapping[str, Any]]) -> str:
     """How far the costs of these runs can be trusted, and for how much of the least covered one."""
-    if not all(run.config["calibrated"] for run in runs.values()):
+    if not all(summary["calibrated"] for summary in summaries):
         return "uncalibrated"
-    shares = [run.summary["inside_share"] for run in runs.values()]
+    shares = [summary["inside_share"] for summary in summaries]
     inside = min([share for share in shares if share == share], default=1.0)  # a run of no iteration has no share
     return "calibrated" if inside > 0.999 else f"calibrated; {inside:.1%} of the iterations in the measured region"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,25 @@ def test_the_frontier_is_drawn(advice, tmp_path):
     written = draw_frontier(advice, tmp_path)
     assert sorted(path.suffix for path in written) == [".pdf", ".png"]
     assert all(path.stat().st_size > 5000 for path in written)
+
+
+def test_whatever_is_tried_is_measured_over_the_same_requests(advice):
+    assert len({(c.summary["warmup_requests"], c.summary["measured"]) for c in advice.tried}) == 1
+
+
+def test_advice_on_a_part_of_a_trace_speaks_of_that_part():
+    trace = trace_of([(0.2 * i, 100, 10) for i in range(6)] + [(2 + 0.2 * i, 5000, 10) for i in range(200)])
+    found = advise(trace, replace(BASE, limit=6))
+    assert found.reasons[0].startswith("the trace has P:D 10.0 (100 prompt and 10 output tokens on average)")
+    assert found.reasons[-1].startswith("all of this rests on 6 requests; that is little: P99 of fewer than 100")
+    assert not any("room for more load" in reason for reason in found.reasons)
+
+
+def test_advice_on_one_request_says_how_little_that_is_in_the_singular():
+    found = advise(trace_of([(0.0, 300, 8)]), BASE)
+    assert "beside the 1 decode of a mean batch" in found.reasons[0]
+    assert found.reasons[-1].startswith("all of this rests on 1 request; that is little")
+    assert any(reason.startswith("as good by objective, goodput and room") for reason in found.reasons)
 
 
 def test_an_overload_is_said_not_hidden():

@@ -8,24 +8,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from simulator.printing import _reasons, _trust
+from simulator.printing import _reasons, trust
 from tests.hardening.command_line import run
 
 
 def _run(calibrated=True, inside=1.0, reasons=()):
     columns = {"status": np.array(["rejected"] * len(reasons)), "reason": np.array(reasons)}
     return SimpleNamespace(
-        config={"calibrated": calibrated},
-        summary={"inside_share": inside},
+        summary={"calibrated": calibrated, "inside_share": inside},
         tables=SimpleNamespace(column=lambda table, name: columns[name]),
     )
 
 
 def test_calibrated_costs_say_how_much_of_a_run_they_were_measured_for():
-    assert _trust({"a": _run(), "b": _run()}) == "calibrated"
-    assert _trust({"a": _run(), "b": _run(inside=0.25)}) == "calibrated; 25.0% of the iterations in the measured region"
-    assert _trust({"a": _run(), "b": _run(calibrated=False)}) == "uncalibrated"
-    assert _trust({"a": _run(inside=float("nan"))}) == "calibrated", "nothing ran"
+    def told(*runs):
+        return trust([run.summary for run in runs])
+
+    assert told(_run(), _run()) == "calibrated"
+    assert told(_run(), _run(inside=0.25)) == "calibrated; 25.0% of the iterations in the measured region"
+    assert told(_run(), _run(calibrated=False)) == "uncalibrated"
+    assert told(_run(inside=float("nan"))) == "calibrated", "nothing ran"
 
 
 def test_reasons_that_are_not_told_are_counted():
