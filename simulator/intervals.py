@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import median
 from typing import NamedTuple
 
 from metrics.statistics import interval_of_draws
@@ -21,11 +22,20 @@ from workloads import Trace
 
 
 class Interval(NamedTuple):
-    """A statistic as predicted, and the ends of its 90 % interval over the draws."""
+    """A statistic as the fitted costs predict it, the ends of its 90 % interval over the draws, and their median.
+
+    The prediction is no draw. Where errors push one way only (a queue grows by slow steps more than it shrinks by fast
+    ones), or draws are few, it lies away from their median, at times outside of the interval.
+    """
 
     value: float
     low: float
     high: float
+    median: float
+
+    @property
+    def outside(self) -> bool:
+        return not self.low <= self.value <= self.high
 
 
 def predict_intervals(
@@ -48,10 +58,15 @@ def predict_intervals(
             progress(number)
         draws.append(replay_trace(trace, config, plan=plan.drawn(config.seed * 1_000_003 + number)).summary)
     return {
-        key: Interval(float(value), *interval_of_draws([_number(draw[key]) for draw in draws]))
+        key: _interval(value, [_number(draw[key]) for draw in draws])
         for key, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
+
+
+def _interval(value: float, draws: list[float]) -> Interval:
+    known = [draw for draw in draws if not math.isnan(draw)]
+    return Interval(float(value), *interval_of_draws(known), median(known) if known else math.nan)
 
 
 def _number(value: float | None) -> float:

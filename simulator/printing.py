@@ -45,15 +45,23 @@ def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bo
         return
     from rich.table import Table
 
+    from metrics.report import format_value
     from metrics.statistics import level_held
 
     held = f"{100 * level_held(runs):.0f} % interval"
     table = Table(title=f"{settings.policy}: prediction and {held} over {runs} draws of the costs")
-    for column in ("statistic", "value", "from", "to"):
+    for column in ("statistic", "predicted", "from", "to", "median of draws"):
         table.add_column(column, justify="left" if column == "statistic" else "right")
-    for key, found in intervals.items():
-        if found.low != found.high:
-            table.add_row(key, *(f"{number:,.5g}" for number in found))
+    shown = {key: found for key, found in intervals.items() if found.low != found.high}
+    for key, found in shown.items():
+        predicted, *others = (format_value(key, number) for number in found)
+        table.add_row(key, f"{predicted} *" if found.outside else predicted, *others)
+    if outside := sum(found.outside for found in shown.values()):
+        table.caption = (
+            f"* {outside} of {len(shown)} lie outside their interval: the prediction is by the fitted costs, which are "
+            "none of the draws; errors that push one way only (queues), or few draws, leave it beside them"
+        )
+        table.caption_justify = "left"
     wide_console().print(table)
 
 

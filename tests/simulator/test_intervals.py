@@ -10,8 +10,9 @@ import pytest
 from policies.batch import BatchShape
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.intervals import predict_intervals
+from simulator.intervals import Interval, predict_intervals
 from simulator.pools import make_cluster_plan
+from simulator.printing import print_intervals
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 TRACE = trace_of([(0.2 * i, 300, 10) for i in range(30)])
@@ -34,8 +35,26 @@ def test_the_interval_is_that_of_the_drawn_costs(monkeypatch):
     monkeypatch.setattr(intervals, "make_cluster_plan", lambda config, trace: make_cluster_plan(config, trace, cost))
     found = predict_intervals(TRACE, ReplayConfig(num_blocks=1000), 60)["tbt_s_p50"]
     assert found.value == 0.01
+    assert found.low < found.median < found.high
+    assert not found.outside
     assert found.low == pytest.approx(0.0091, abs=0.0003)
     assert found.high == pytest.approx(0.0109, abs=0.0003)
+
+
+def test_the_table_has_units_and_marks_a_prediction_outside_of_its_interval(monkeypatch, capsys):
+    import simulator.intervals as intervals
+
+    found = {
+        "ttft_s_p50": Interval(0.0123, 0.011, 0.0141, 0.0125), "inside_share": Interval(0.5, 0.6, 0.7, 0.65),
+        "finished": Interval(9.0, 9.0, 9.0, 9.0),
+    }  # fmt: skip
+    monkeypatch.setattr(intervals, "predict_intervals", lambda *arguments: found)
+    print_intervals(TRACE, ReplayConfig(), 20, as_json=False)
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["ttft_s_p50", "12.3", "ms", "11", "ms", "14.1", "ms", "12.5", "ms"] in rows
+    assert ["inside_share", "50.0%", "*", "60.0%", "70.0%", "65.0%"] in rows
+    assert not any(row[:1] == ["finished"] for row in rows)
+    assert any(row[:5] == ["*", "1", "of", "2", "lie"] for row in rows)
 
 
 def test_a_policy_plans_by_the_fitted_costs_and_is_charged_the_drawn_ones():
