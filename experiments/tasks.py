@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from policies.user_code import place_in_user_code
+
 Task = Mapping[str, Any]
 Result = dict[str, Any]
 
@@ -51,9 +53,11 @@ def is_ours(error: BaseException) -> bool:
 
 
 def error_line(error: BaseException) -> str:
-    """An exception as one line; the type is named unless the message was written for users."""
+    """An exception as one line: its type unless the message was written for users, its place in their own code."""
     text = " ".join(str(error).split())
-    return text if is_ours(error) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    line = text if is_ours(error) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    place = place_in_user_code(error)
+    return f"{line} ({place})" if place else line
 
 
 def one_thread_each() -> None:

@@ -9,11 +9,13 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 from policies.errors import PolicyError
+from policies.user_code import TRACEBACKS, place_in_user_code
 
 EXTRAS = {
     "torch": "executor", "safetensors": "executor", "tokenizers": "executor", "flash_attn": "cuda", "triton": "cuda",
@@ -23,7 +25,7 @@ EXTRAS = {
 PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
 """Whose exceptions are messages for the user; each folder has one type of its own."""
 
-BAD_INPUT, INTERRUPTED, TERMINATED = 2, 130, 143
+FAULT_OF_USER_CODE, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
@@ -31,7 +33,7 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
 
     Exit codes: 0 done; 2 a wrong input, a disk that refuses, no memory, or a missing package, each with one line; 130
     after Ctrl-C, 143 after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output
-    any more.
+    any more, and for an exception in a user's own policy or router, as for any Python program that raises.
     """
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a µ shows \xb5; it does not lose the run that was to be printed.
@@ -58,17 +60,16 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if not missing or missing in PACKAGES:
-            raise
+            sys.exit(_fault(error))
         extra = EXTRAS.get(missing)
         code = _say(
             f"{missing} is not installed, and this needs it: pip install "
             + (f"'.[{extra}]' in a checkout, 'charioteer[{extra}]' elsewhere" if extra else missing),
             BAD_INPUT,
         )
-    except ValueError as error:
-        if type(error).__module__.partition(".")[0] not in PACKAGES:
-            raise
-        code = _say(one_line(error), BAD_INPUT)
+    except Exception as error:
+        ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in PACKAGES
+        code = _refusal(error) if ours else _fault(error)
     sys.exit(_flushed(code))
 
 
@@ -95,6 +96,23 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
     return text if len(text) <= 1000 else text[:997] + "..."
+
+
+def _refusal(error: Exception) -> int:
+    """A message for the user, with the line of his own code that asked for what was refused."""
+    if os.environ.get(TRACEBACKS):
+        traceback.print_exception(error)
+    place = place_in_user_code(error)
+    return _say(one_line(error) + (f" ({place})" if place else ""), BAD_INPUT)
+
+
+def _fault(error: Exception) -> int:
+    """A fault in a user's policy or router as one line; any other is ours, and is raised again."""
+    place = place_in_user_code(error)
+    if place is None or os.environ.get(TRACEBACKS):
+        raise error
+    what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+    return _say(f"{place}: {what} ({TRACEBACKS}=1 shows the whole traceback)", FAULT_OF_USER_CODE)
 
 
 def _os_error(error: OSError) -> str:

@@ -14,11 +14,15 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from policies.errors import PolicyError
 from policies.policy import Policy
 from policies.settings import LARGEST
+from policies.user_code import MODULES, place_in_file
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 BUILT_IN: Mapping[str, str] = {
     "request_level": "policies.request_level:RequestLevel",
@@ -71,7 +75,7 @@ def policy_class(name: str) -> type[Policy]:
 
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            return _checked(point.load(), name)
+            return _checked(loaded(point), name)
     near = difflib.get_close_matches(name, policy_names(), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise PolicyError(
@@ -107,7 +111,12 @@ def make_policy(name: str, knobs: Mapping[str, Any] | None = None) -> Policy:
             has = ", ".join(known) or "none"
             raise PolicyError(f"policy {name} has no knob {key!r}; its knobs: {has}")
         values[knob.name] = knob_value(f"policy {name}", knob, value)
-    return cls(**values)
+    try:
+        return cls(**values)
+    except PolicyError:
+        raise
+    except ValueError as error:  # a policy's own check of its knobs
+        raise PolicyError(f"policy {name}: {error}") from error
 
 
 def knob_value(owner: str, knob: Knob, value: Any) -> Any:
@@ -152,6 +161,12 @@ def _whole(value: float) -> int:
     return int(value)
 
 
+def loaded(point: EntryPoint) -> Any:
+    """The class of an entry point; its module is user code from now on."""
+    MODULES.add(point.module)
+    return point.load()
+
+
 def class_from_file(kind: str, path: Path, cls: str) -> Any:
     """A class from a user's own file, which is run by this; kind: policy or router, for messages."""
     if not path.is_file():
@@ -163,10 +178,12 @@ def class_from_file(kind: str, path: Path, cls: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name.
     sys.modules[module_name] = module
+    MODULES.add(module_name)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise PolicyError(f"{kind} file {path}: {type(error).__name__}: {error}") from error
+        line = place_in_file(error, path)
+        raise PolicyError(f"{kind} file {path}{line}: {type(error).__name__}: {error}") from error
     if not hasattr(module, cls):
         raise PolicyError(f"{kind} file {path}: found no class {cls!r} in it")
     return getattr(module, cls)

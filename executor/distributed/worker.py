@@ -36,6 +36,7 @@ from executor.distributed.stage_worker import (
     next_ready,
     stage_group,
 )
+from policies.user_code import TRACEBACKS
 
 
 class Worker:
@@ -145,7 +146,7 @@ def main() -> None:
         worker.serve()
     except BaseException as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if os.environ.get("CHARIOTEER_TRACEBACKS"):
+        if os.environ.get(TRACEBACKS):
             traceback.print_exc()
         print(text, file=sys.stderr, flush=True)
         if worker is not None:

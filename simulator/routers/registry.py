@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.errors import PolicyError
-from policies.registry import Knob, class_from_file, knob_value, knobs_of
+from policies.registry import Knob, class_from_file, knob_value, knobs_of, loaded
 from simulator.errors import SimulationError
 from simulator.routers.router import Router
 
@@ -55,7 +55,7 @@ def router_class(name: str) -> type[Router]:
 
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
-            return _checked(point.load(), name)
+            return _checked(loaded(point), name)
     near = difflib.get_close_matches(name, router_names(), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise SimulationError(

@@ -1,0 +1,33 @@
+"""Code that a user brought, a policy or a router, and where in it something went wrong.
+
+An exception that passes through it is told as one line with the place in the user's file: sixty lines of our own
+frames say nothing to its author. `CHARIOTEER_TRACEBACKS=1` shows them all the same.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+TRACEBACKS = "CHARIOTEER_TRACEBACKS"
+"""The environment variable with which whole tracebacks are printed too."""
+
+MODULES: set[str] = set()
+"""Names of the modules that were loaded from a user's file or another package's entry point."""
+
+
+def place_in_user_code(error: BaseException) -> str | None:
+    """`file.py:LINE, in FUNCTION` of the innermost frame of user code that the exception passed, None if none."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in MODULES:
+            found = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+    return found
+
+
+def place_in_file(error: BaseException, path: Path) -> str:
+    """`LINE` of that file where it failed while it was run or read, "" where it is not known."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f":{error.lineno}"
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+    return f":{lines[-1]}" if lines else ""

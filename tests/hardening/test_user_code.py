@@ -1,0 +1,96 @@
+"""A fault in a user's own policy or router: one line with its file and line; the whole traceback where it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.tasks import perform
+from policies.command_line import FAULT_OF_USER_CODE
+from tests.hardening.command_line import assert_refused, run
+
+POLICY = """from dataclasses import dataclass
+from policies import Policy, knob
+
+@dataclass(frozen=True)
+class Mine(Policy):
+    \"\"\"Breaks.\"\"\"
+    odd: int = knob(1, "An odd number.")
+
+    def __post_init__(self):
+        if self.odd % 2 == 0:
+            raise ValueError(f"odd: found {self.odd}")
+
+    def plan(self, queues, draft, kv, host, now_ns):
+        return {}["now"]
+"""
+ROUTER = """from dataclasses import dataclass
+from simulator.routers.router import Router
+
+@dataclass
+class Mine(Router):
+    paper = "none"
+    def choose(self, request, replicas, rng):
+        raise KeyError("lost")
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    file = tmp_path / "t.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{row},40,3\n" for row in range(4)))
+    return file
+
+
+@pytest.mark.parametrize("package", ["simulator", "executor"])
+def test_an_exception_in_a_policy_is_one_line_with_its_place(package: str, trace: Path, tmp_path: Path) -> None:
+    if package == "executor":
+        pytest.importorskip("torch")
+    (tmp_path / "mine.py").write_text(POLICY)
+    more = ("--model", "nano") if package == "executor" else ()
+    ended = run(package, "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine", *more)
+    assert ended.code == FAULT_OF_USER_CODE == 1
+    told = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert told == [
+        f"error: {tmp_path / 'mine.py'}:14, in plan: KeyError: 'now' (CHARIOTEER_TRACEBACKS=1 shows the whole traceback)"
+    ]
+    assert "Traceback" not in ended.err
+
+
+def test_the_whole_traceback_is_there_for_the_asking(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHARIOTEER_TRACEBACKS", "1")
+    (tmp_path / "mine.py").write_text(POLICY)
+    with pytest.raises(KeyError):
+        run("simulator", "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine")
+
+
+def test_a_router_of_ones_own_that_breaks_is_told_alike(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ROUTER)
+    ended = run("simulator", "replay", trace, "--replicas", 2, "--router", f"{tmp_path / 'mine.py'}:Mine")
+    assert ended.code == 1
+    assert f"error: {tmp_path / 'mine.py'}:8, in " in ended.err
+    assert "KeyError: 'lost'" in ended.err
+
+
+def test_a_check_of_its_own_knobs_is_a_refusal(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(POLICY)
+    ended = run("simulator", "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine", "--odd", "4")
+    assert "odd: found 4" in assert_refused(ended)
+
+
+@pytest.mark.parametrize(("text", "line"), [("x = 1\nx = = 2\n", 2), ("import os\n\n1 / 0\n", 3), ("import nothing_such\n", 1)])
+def test_a_file_that_cannot_be_loaded_names_its_line(trace: Path, tmp_path: Path, text: str, line: int) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    refused = assert_refused(run("simulator", "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine"))
+    assert f"policy file {tmp_path / 'mine.py'}:{line}: " in refused
+
+
+def test_a_point_of_a_sweep_names_the_place_too(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(POLICY)
+    task = {"kind": "point", "trace": {"file": str(trace)}, "config": {"policy": f"{tmp_path / 'mine.py'}:Mine"}}
+    done = perform(task)
+    assert done["error"] == f"KeyError: 'now' ({tmp_path / 'mine.py'}:14, in plan)"
+    assert "Traceback" in done["traceback"]
