@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from policies import BlockLedger, CountingLedger, Host, PolicyError, Request, Scheduler, make_policy
+from policies.vllm_v1 import VllmV1
 
 BLOCK = 4
 
@@ -91,6 +94,30 @@ def test_blocks_that_wait_in_the_queue_are_taken_back_when_nothing_else_could_ru
     assert finish(engine, 10) == [0, 1]
     assert (behind.computed, behind.delivered, engine.ledger.free_blocks) == (0, 4, 8)
     assert (engine.queues.prefill_tokens, engine.queues.decode_tokens_promised) == (0, 0)
+
+
+def test_who_runs_alone_does_not_give_way_to_blocks_that_only_wait_for_ever():
+    """Planned ahead and with its own blocks found again, request 0 would be preempted and admitted in every plan, its
+    token in flight dropped each time: the two behind it hold the last 6 of 12 blocks."""
+    policy = VllmV1(prefix_caching=True, async_scheduling=True, reserve_full=False)
+    host = Host(chase_chunks=True, chase_decodes=True)
+    engine = Scheduler(policy, BlockLedger(12, BLOCK, 64, prefix_caching=True), host, token_budget=64)
+    engine.add(Request(0, 0, 20, 20), 0, ends_after=20)
+    flight = deque([engine.plan(0)])
+    for number in (1, 2):
+        behind = engine.handover.receive(Request(number, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+        assert engine.handover.reserve(behind)
+        engine.handover.arrive(behind)
+    engine.max_num_seqs = 1
+    done = []
+    for now in range(10, 2000, 10):
+        batch = engine.plan(now)
+        flight += [batch] if batch is not None else []
+        if not flight:
+            break
+        done += [track.request.id for track in engine.complete(flight.popleft(), now + 9).finished]
+    assert done == [0, 1, 2]
+    assert (engine.ledger.free_blocks, engine.queues.num_running) == (12, 0)
 
 
 def test_a_withdrawn_request_gives_back_what_it_reserved():
