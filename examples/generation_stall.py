@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from metrics.figure_style import DOUBLE_COLUMN_IN, POLICY_STYLES, house_style, new_figure
+from metrics.log_axis import log_scale
 from metrics.token_times import TokenTimes
 from policies import BatchShape
 from profiler import load_cost_model
@@ -72,7 +73,8 @@ def draw(path: Path) -> None:
         style = POLICY_STYLES["decode_maximal"]
         right.plot(batches, [marginal_decode_ms(256 - n, n) for n in batches], marker=style.marker,
                    label="beside a prefill chunk", **style.line())  # fmt: skip
-        right.set(xlabel="decodes in the batch", ylabel="ms per decode", yscale="log", xticks=batches)
+        right.set(xlabel="decodes in the batch", ylabel="ms per decode", xticks=batches)
+        log_scale(right, "y")
         right.legend(loc="upper right")
         figure.savefig(path, dpi=160)
 

@@ -69,14 +69,15 @@ def draw(path: Path) -> list[dict[str, Any]]:
     with house_style():
         figure, axes = new_figure(DOUBLE_COLUMN_IN, 2.3, 1, 4, width_ratios=(1.5, 1, 1, 1))
         use, kinds, whole, good = axes[0]
-        for label in ("policy's own", "1+3 offload", "all"):
+        shown = (("policy's own", "#0072B2", "-"), ("1+3 offload", "#D55E00", (0, (4, 1.2))), ("all", "#009E73", ":"))
+        for label, colour, dashes in shown:
             tables = runs[label].tables
             used = 1 - tables.column("iterations", "free_blocks") / BLOCKS
             at_s, until_s = (tables.column("iterations", f"{when}_s") for when in ("planned", "end"))
             edges = np.arange(0, until_s.max() + 10, 10)
             held, total = (np.histogram(at_s, edges, weights=(until_s - at_s) * part)[0] for part in (used, 1))
             mean = np.divide(held, total, out=np.zeros_like(held), where=total > 0)
-            use.stairs(mean, edges, label=label, lw=1)
+            use.stairs(mean, edges, label=label, lw=1, color=colour, linestyle=dashes)
         use.set(xlabel="time (s)", ylabel="KV blocks in use", ylim=(0, 1.5), yticks=(0, 0.5, 1), xlim=(0, None))
         use.legend(loc="upper right")
         names = list(runs)

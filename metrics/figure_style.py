@@ -6,6 +6,7 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,9 @@ SINGLE_COLUMN_IN = 3.35
 DOUBLE_COLUMN_IN = 7.0
 
 LEGEND_POINTS = 7
+SOFT_INK = "#595959"
+_LETTER = 0.55
+"""Width of a letter, of the font size."""
 
 RC = {
     "font.size": 8,
@@ -66,7 +70,7 @@ SOLID: tuple[float, ...] = ()
 POLICY_STYLES: dict[str, LineStyle] = {
     "request_level": LineStyle("#000000", (1, 1), "x"),
     "orca": LineStyle("#56B4E9", (6, 1.2), "P"),
-    "prefill_priority": LineStyle("#D55E00", SOLID, "o"),
+    "prefill_priority": LineStyle("#D55E00", (7, 1.2, 2, 1.2), "o"),
     "chunked": LineStyle("#0072B2", SOLID, "s"),
     "decode_maximal": LineStyle("#009E73", (4, 1.4), "^"),
     "dynamic_chunk": LineStyle("#CC79A7", (4, 1.2, 1, 1.2), "D"),
@@ -134,11 +138,45 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return written
 
 
+def shown_name(name: str, letters: int = 0) -> str:
+    """A name as matplotlib draws it unchanged: no formula between two $, no first _ that would keep it out of a legend.
+
+    letters: where lines are broken, 0 for nowhere.
+    """
+    lines = textwrap.wrap(name, letters) if letters else [name]
+    text = "\n".join(lines).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def letters_in(width_in: float, font_points: float = LEGEND_POINTS) -> int:
+    """About how many letters fit into a width."""
+    return max(8, int(width_in * 72 / (font_points * _LETTER)))
+
+
 def legend_above(figure: Figure, axes: Axes, count: int, per_row: int = 4) -> None:
-    """One legend for the whole figure, above it; at most `per_row` labels side by side, fewer where they are long."""
+    """One legend for the whole figure, above it; at most `per_row` labels side by side, fewer where they are long.
+
+    The figure grows by what the legend needs beyond one line, so that panels keep their height.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    # A letter is about 0.55 of the font size wide; line, gap and column spacing take about six letters more.
-    points = LEGEND_POINTS * 0.55 * (6 + max((len(label) for label in labels), default=0))
-    fitting = max(1, int(figure.get_figwidth() * 72 / points))
-    columns = min(count, per_row, fitting)
+    width_in = figure.get_figwidth()
+    # Line, gap and column spacing take about six letters more; broken words may be of wide letters alone.
+    most = int(0.88 * letters_in(width_in)) - 6
+    labels = ["\n".join(textwrap.wrap(label, most)) for label in labels]
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
+    columns = max(1, min(count, per_row, letters_in(width_in) // (6 + longest)))
+    rows = -(-len(labels) // columns)
+    # Columns are filled one after another.
+    lines = max(
+        (sum(label.count("\n") + 1 for label in labels[at : at + rows]) for at in range(0, len(labels), rows or 1)),
+        default=1,
+    )
+    figure.set_figheight(figure.get_figheight() + (lines - 1) * 1.5 * LEGEND_POINTS / 72)
     figure.legend(handles, labels, loc="outside upper center", ncols=columns, columnspacing=1.4)
+
+
+def say_empty(ax: Axes, why: str) -> None:
+    """Say in an empty panel why it is empty, in place of ticks that measure nothing."""
+    ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", color=SOFT_INK)
+    ax.set_xticks([])
+    ax.set_yticks([])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,15 @@ from metrics.columns import MetricsError
 from metrics.figure_style import (
     DOUBLE_COLUMN_IN,
     SINGLE_COLUMN_IN,
+    SOFT_INK,
     LineStyle,
     house_style,
     legend_above,
+    letters_in,
     new_figure,
     save,
+    say_empty,
+    shown_name,
     styles_for,
 )
 from metrics.latencies import finished_latencies
@@ -40,16 +44,19 @@ Runs = Mapping[str, RunTables]
 
 _CDF_POINTS = 1_000
 _BINS = 100
-_TAIL_TICKS = (0, 0.5, 0.9, 0.99, 0.999, 0.9999)
-_PARTS = {
-    "prefill": {"facecolor": "#3B5B92", "edgecolor": "#3B5B92"},
-    "decode": {"facecolor": "#F2B84B", "edgecolor": "#F2B84B"},
-    "dummy": {"facecolor": "#FFFFFF", "edgecolor": "#555555", "hatch": "//////"},
+_TAIL_TICKS = (0, 0.5, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999)
+_PARTS: dict[str, dict[str, Any]] = {
+    "prefill": {"facecolor": "#3B5B92", "edgecolor": "#3B5B92", "linewidth": 0.3},
+    "decode": {"facecolor": "#F2B84B", "edgecolor": "#F2B84B", "linewidth": 0.3},
+    "dummy": {"facecolor": "#FFFFFF", "edgecolor": "#555555", "linewidth": 0.3, "hatch": "//////"},
 }
 
 
 def draw_all(runs: Runs, folder: str | Path) -> list[Path]:
-    """Write the four figures of a replay into a folder (made if it is not there); returns the files, PDF and PNG."""
+    """Write the figures of a replay into a folder (made if it is not there); returns the files, PDF and PNG.
+
+    Four of every run; of runs that are pipelines, three more about their bubbles (`draw_pipeline`).
+    """
     target = Path(folder)
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -65,6 +72,11 @@ def draw_all(runs: Runs, folder: str | Path) -> list[Path]:
     with house_style():
         for name, draw in figures.items():
             written += save(draw(runs), target, name)
+    pipelines = {label: run for label, run in runs.items() if run.column("stages", "stage").any()}
+    if pipelines:
+        from metrics.pipeline_figures import draw_pipeline
+
+        written += draw_pipeline(pipelines, target)
     return written
 
 
@@ -95,22 +107,22 @@ def load_over_time(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
     with house_style():
         figure, axes = new_figure(width_in, 0.55 * width_in, rows=3, sharex=True)
         queued, running, throughput = axes[:, 0]
-        for label, style in _styles(runs).items():
-            run = runs[label]
+        for position, (label, style) in enumerate(_styles(runs).items()):
+            run, look = runs[label], _Look(label, style, position / max(1, len(runs)))
             edges = np.linspace(0, _end_s(run), _BINS + 1)
-            middle = (edges[1:] + edges[:-1]) / 2
             for ax, column in ((queued, "waiting"), (running, "running")):
-                ax.plot(middle, _mean_over_bins(run, column, edges), label=label, **style.line())
+                _over_time(ax, edges, _mean_over_bins(run, column, edges), look)
+            edges = _edges(run)
             tokens = TokenTimes(run)
             delivered, _ = np.histogram(tokens.times_ns / 1e9, edges, weights=tokens.cover())
-            throughput.plot(middle, delivered / np.diff(edges), label=label, **style.line())
+            _over_time(throughput, edges, delivered / np.diff(edges), look)
         for ax, name in (
             (queued, "requests\nqueued"),
             (running, "requests\nrunning"),
             (throughput, "output\ntokens/s"),
         ):
             ax.set_ylabel(name)
-            ax.set_ylim(bottom=0)
+            ax.set_ylim(0, 1.08 * max((float(np.max(drawn.get_ydata())) for drawn in ax.lines), default=0) or 1)
             ax.set_xlim(0, max(map(_end_s, runs.values()), default=1))
         figure.align_ylabels()
         throughput.set_xlabel("time (s)")
@@ -129,15 +141,20 @@ def batch_composition(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figu
         figure, axes = new_figure(width_in, 0.45 + 1.05 * rows, rows, columns, sharex=True)
         panels = list(axes.flat)
         for ax, (label, run) in zip(panels, runs.items()):
-            _stack_batches(ax, run)
-            ax.set_title(label, loc="left", pad=2)
+            ax.set_title(shown_name(label, letters_in(0.72 * width_in / columns, 8)), loc="left", pad=2)
+            if run.rows("iterations"):
+                _stack_batches(ax, run)
+            else:
+                ax.text(0.5, 0.5, "no batch ran", transform=ax.transAxes, ha="center", va="center", color=SOFT_INK)
+                ax.set_yticks([])
+        panels[0].set_xlim(0, max(map(_end_s, runs.values()), default=1))
         for ax in panels[len(runs) :]:
             ax.set_visible(False)
         for ax in panels[max(len(runs) - columns, 0) : len(runs)]:
             ax.tick_params(labelbottom=True)
         figure.supxlabel("time (s)", fontsize=8)
         figure.supylabel("tokens per batch", fontsize=8)
-        legend_above(figure, panels[0], len(_PARTS))
+        _legend_of_parts(figure)
         return figure
 
 
@@ -157,10 +174,14 @@ def cdf_figure(
 
     stretch_tail: the fraction f is drawn at -log10(1 - f), so that P99 and P99.9 have as much room as P90.
     """
+    from metrics.log_axis import log_scale
+
     with house_style():
         figure, axes = new_figure(width_in, 0.76 * width_in)
         ax = axes[0, 0]
-        top = -math.log10(1 - _TAIL_TICKS[-1]) if stretch_tail else 1
+        largest = max((int(counts.sum()) for _, counts in samples.values()), default=0)
+        # Up to the largest of all values, which one step of the largest sample tells apart from the rest.
+        top = max(2.0, -math.log10(0.5 / max(largest, 1))) if stretch_tail else 1
         for position, (label, (values, counts)) in enumerate(samples.items()):
             x, y = _cdf(values, counts)
             if stretch_tail:
@@ -169,16 +190,21 @@ def cdf_figure(
             heights = np.arange((0.5 + position) / max(len(samples), 1) * 0.22, 1, 0.22) * top
             marks = np.unique(np.searchsorted(y, heights))
             ax.plot(
-                x, y, label=label, drawstyle="steps-post", marker=styles[label].marker, markersize=3,
+                x, y, label=shown_name(label), drawstyle="steps-post", marker=styles[label].marker, markersize=3,
                 markevery=marks[marks < len(x)].tolist(), **styles[label].line(),
             )  # fmt: skip
-        ax.set_xscale("log")
-        lefts = [percentiles(values[values > 0], [0.5], counts[values > 0])[0] for values, counts in samples.values()]
-        if np.isfinite(lefts).any():
-            ax.set_xlim(left=float(np.nanmin(lefts)) / 1.15)
+        drawn = [line.get_xdata() for line in ax.lines if len(line.get_xdata())]
         ax.set_ylim(0, top * 1.01)
         if stretch_tail:
-            ax.set_yticks([-math.log10(1 - tick) for tick in _TAIL_TICKS], [f"{tick:g}" for tick in _TAIL_TICKS])
+            ticks = [tick for tick in _TAIL_TICKS if -math.log10(1 - tick) <= top]
+            ax.set_yticks([-math.log10(1 - tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
+        if drawn:
+            log_scale(ax, "x")
+            above = [(values[values > 0], counts[values > 0]) for values, counts in samples.values()]
+            lefts = [percentiles(values, [0.5], counts)[0] for values, counts in above]
+            ax.set_xlim(float(np.nanmin(lefts)) / 1.15, max(float(x.max()) for x in drawn) * 1.08)
+        else:
+            say_empty(ax, "nothing was measured: no request finished")
         ax.set_xlabel(name)
         ax.set_ylabel(of_what)
         legend_above(figure, ax, len(samples), per_row=3 if width_in < 5 else 6)
@@ -197,7 +223,8 @@ def _cdf(values: Floats, counts: NDArray[np.int64]) -> tuple[Floats, Floats]:
     wanted = np.concatenate([np.linspace(0, 1, _CDF_POINTS), 1 - np.geomspace(0.1, 1 / max(total, 10), 200)])
     keep = np.unique(np.concatenate([[0], np.searchsorted(y, np.sort(wanted)), [len(x) - 1]]))
     keep = keep[keep < len(x)]
-    return x[keep], y[keep]
+    # A curve begins below its first value, so that a single value is a line too.
+    return np.concatenate([x[:1], x[keep]]), np.concatenate([counts[~positive].sum(keepdims=True) / total, y[keep]])
 
 
 def _end_s(run: RunTables) -> float:
@@ -224,23 +251,50 @@ def _mean_over_bins(run: RunTables, column: str, edges: Floats) -> Floats:
     return total
 
 
+def _edges(run: RunTables) -> Floats:
+    """Slices of a run that hold about ten iterations, so that a slice without an end of one is a pause, not chance."""
+    return np.linspace(0, _end_s(run), int(np.clip(run.rows("iterations") // 10, 10, _BINS)) + 1)
+
+
+class _Look(NamedTuple):
+    """A run's look in the panels over time. shift: where its first marker sits, as a share of the way to the next."""
+
+    label: str
+    style: LineStyle
+    shift: float
+
+
+def _over_time(ax: Axes, edges: Floats, values: Floats, look: _Look) -> None:
+    every = max(1, len(values) // 8)  # markers, since dashes alone do not tell nine runs apart in grey
+    ax.plot(
+        (edges[1:] + edges[:-1]) / 2, values, label=shown_name(look.label), marker=look.style.marker, markersize=3,
+        markevery=(int(look.shift * every), every), clip_on=False, **look.style.line(),
+    )  # fmt: skip
+
+
 def _stack_batches(ax: Axes, run: RunTables) -> None:
     end = run.column("iterations", "end_s")
-    edges = np.linspace(0, _end_s(run), _BINS + 1)
+    edges = _edges(run)
     batches, _ = np.histogram(end, edges)
     tokens = {
         "prefill": run.column("iterations", "chunk_tokens"),
         "decode": run.column("iterations", "decodes"),
         "dummy": run.column("iterations", "dummy_tokens"),
     }
-    below = np.zeros(_BINS)
+    below = np.zeros(len(edges) - 1)
     for name, values in tokens.items():
         mean = np.histogram(end, edges, weights=values)[0] / np.maximum(batches, 1)
-        look: dict[str, Any] = {"linewidth": 0.3, **_PARTS[name]}
         ax.fill_between(
             np.repeat(edges, 2)[1:-1], np.repeat(below, 2), np.repeat(below + mean, 2),
-            where=np.repeat(mean > 0, 2), label=name, **look,
+            where=np.repeat(mean > 0, 2), **_PARTS[name],
         )  # fmt: skip
         below = below + mean
-    ax.margins(x=0)
     ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_formatter("{x:,g}")
+
+
+def _legend_of_parts(figure: Figure) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(label=name, **look) for name, look in _PARTS.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), columnspacing=1.4)

@@ -19,8 +19,10 @@ from metrics.figure_style import (
     DOUBLE_COLUMN_IN,
     SINGLE_COLUMN_IN,
     house_style,
+    letters_in,
     new_figure,
     save,
+    shown_name,
     styles_for,
 )
 from metrics.figures import cdf_figure
@@ -85,10 +87,13 @@ def gantt(
     bubbles: Mapping[str, Bubbles],
     *,
     window: Window | None = None,
-    replica: int = 0,
+    replica: int | None = None,
     width_in: float = DOUBLE_COLUMN_IN,
 ) -> Figure:
-    """Stages over time in a window, runs side by side (two in a row), bubbles hatched by cause."""
+    """Stages over time in a window, runs side by side (two in a row), bubbles hatched by cause.
+
+    replica: whose stages; of each run, the first that ran anything unless given.
+    """
     with house_style():
         columns = min(len(runs), 2) or 1
         rows = -(-len(runs) // columns) or 1
@@ -98,10 +103,10 @@ def gantt(
         panels = list(axes.flat)
         seen: set[str] = set()
         for ax, (label, schedule) in zip(panels, schedule_of.items()):
-            gaps = _of_replica(bubbles[label], replica)
+            gaps = _of_replica(bubbles[label], schedule.replica)
             shown = window or _typical(schedule, gaps)
             seen |= _draw_stages(ax, schedule, gaps, shown)
-            ax.set_title(label, loc="left", pad=2)
+            ax.set_title(shown_name(label, letters_in(0.72 * width_in / columns, 8)), loc="left", pad=2)
             ax.set_xlabel(f"{'ms' if _in_ms(shown) else 's'} after {shown.start / 1e9:.3f} s")
         for ax in panels[len(runs) :]:
             ax.set_visible(False)
@@ -127,7 +132,7 @@ def bubble_shares(bubbles: Mapping[str, Bubbles], *, width_in: float = SINGLE_CO
             left += share
         for y, total in zip(position, left):
             ax.text(total, y, f" {total:.1f} %", va="center", fontsize=7)
-        ax.set_yticks(position, list(bubbles))
+        ax.set_yticks(position, [shown_name(label, letters_in(0.4 * width_in)) for label in bubbles])
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
         ax.set_xlim(0, max(left.max(initial=0) * 1.16, 1))
@@ -144,14 +149,15 @@ def request_bubble_cdf(runs: Runs, bubbles: Mapping[str, Bubbles], *, width_in: 
         values = request_bubble_ns(run, bubbles[label])[finished] / 1e9
         samples[label] = (values, np.ones(len(values), dtype=np.int64))
     styles = styles_for({label: run.config.get("policy") for label, run in runs.items()})
-    return cdf_figure(samples, styles, "bubble time per request (stage-s)", "fraction of requests", width_in)
+    return cdf_figure(samples, styles, "bubble time per request, all stages (s)", "fraction of requests", width_in)
 
 
-def _replica(label: str, run: RunTables, replica: int) -> Schedule:
+def _replica(label: str, run: RunTables, replica: int | None) -> Schedule:
     for schedule in schedules(run):
-        if schedule.replica == replica:
+        if replica in (None, schedule.replica):
             return schedule
-    raise MetricsError(f"Gantt chart: run {label!r}: found no replica {replica} that ran anything")
+    which = "replica" if replica is None else f"replica {replica}"
+    raise MetricsError(f"Gantt chart: run {label!r}: found no {which} that ran anything")
 
 
 def _of_replica(bubbles: Bubbles, replica: int) -> Gaps:

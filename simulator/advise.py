@@ -7,6 +7,7 @@ objective is met; then more requests meet it each second; then the tighter of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,12 +257,14 @@ def _rests_on(summary: Mapping[str, Any]) -> str:
 def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
     """The settings tried, as TTFT P99 against TBT P99, the objective's bounds, the choice marked."""
     from metrics.figure_style import POLICY_STYLES, SINGLE_COLUMN_IN, house_style, new_figure, save
+    from metrics.log_axis import log_scale
 
     folder.mkdir(parents=True, exist_ok=True)
     bounds = dict(_bounds(advice.slo))
     with house_style():
         figure, axes = new_figure(SINGLE_COLUMN_IN * 1.35, 3.0)
         plot = axes[0, 0]
+        said: list[tuple[int, float, float]] = []
         for policy in dict.fromkeys(candidate.policy for candidate in advice.tried):
             points = sorted(
                 (c for c in advice.tried if c.policy == policy), key=lambda c: c.chunk_size or c.token_budget or 0
@@ -272,16 +275,24 @@ def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
             plot.plot(x, y, marker=style.marker, markersize=4, label=policy, **style.line())
             for candidate, at in zip(points, zip(x, y)):
                 size = candidate.chunk_size or candidate.token_budget
-                if size:
+                # The same size of another policy beside it says it already.
+                if size and min(at) > 0 and not any(
+                    size == other and abs(math.log(at[0] / a)) + abs(math.log(at[1] / b)) < 0.15 for other, a, b in said
+                ):
+                    said.append((size, *at))
                     plot.annotate(str(size), at, xytext=(3, 3), textcoords="offset points", fontsize=6)
         best = advice.best.summary
         at = (best["tbt_s_p99"] * 1e3, best["ttft_s_p99"] * 1e3)
         plot.plot(*at, "o", markersize=11, fillstyle="none", color="black", label="advised")
+        bound: dict[str, Any] = {"color": "0.5", "linestyle": ":", "linewidth": 0.9}
+        if {"tbt_s_p99", "ttft_s_p99"} & set(bounds):
+            plot.plot([], [], label="objective", **bound)
         if "tbt_s_p99" in bounds:
-            plot.axvline(bounds["tbt_s_p99"] * 1e3, color="0.5", linestyle=":", linewidth=0.9)
+            plot.axvline(bounds["tbt_s_p99"] * 1e3, **bound)
         if "ttft_s_p99" in bounds:
-            plot.axhline(bounds["ttft_s_p99"] * 1e3, color="0.5", linestyle=":", linewidth=0.9)
-        plot.set(xlabel="TBT P99 (ms)", ylabel="TTFT P99 (ms)", xscale="log", yscale="log")
+            plot.axhline(bounds["ttft_s_p99"] * 1e3, **bound)
+        log_scale(plot, "x", "y")
+        plot.set(xlabel="TBT P99 (ms)", ylabel="TTFT P99 (ms)")
         plot.legend(loc="best")
         return save(figure, folder, "frontier")
 

@@ -116,10 +116,6 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
 
         tables = {folder_name(name): run.tables for name, run in runs.items()}
         drawn = draw_all(tables, out / "figures")
-        if all((run.config.get("pp") or 1) > 1 for run in runs.values()):
-            from metrics.pipeline_figures import draw_pipeline
-
-            drawn += draw_pipeline(tables, out / "figures")
     summaries = {folder_name(name): run.summary for name, run in runs.items()}
     if as_json:
         from metrics.run_folder import json_ready

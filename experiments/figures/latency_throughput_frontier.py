@@ -62,6 +62,7 @@ def run(quick: bool) -> Result:
 
 def draw(result: Result, width_in: float) -> Figure:
     from metrics.figure_style import legend_above, new_figure, styles_for
+    from metrics.log_axis import log_scale
 
     rows = result.tables["frontier"]
     styles = styles_for({name: options["policy"] for name, options in SYSTEMS.items()})
@@ -78,8 +79,10 @@ def draw(result: Result, width_in: float) -> Figure:
             over = [row for row in line if row["overloaded"]]
             ax.plot([row["output_tokens_per_s"] for row in over], [scale * row[key] for row in over], style.marker,
                     color=style.colour, markersize=4, markerfacecolor="white", zorder=4)  # fmt: skip
-        ax.set_yscale("log")
+        if any(row["overloaded"] for row in rows):
+            ax.plot([], [], "o", color="#555555", markersize=4, markerfacecolor="white", label="open: overloaded")
+        log_scale(ax, "y")
         ax.set_xlabel("output tokens/s")
         ax.set_ylabel(label)
-    legend_above(figure, axes.flat[0], len(styles), per_row=2 if not wide else 4)
+    legend_above(figure, axes.flat[0], len(styles) + 1, per_row=2 if not wide else 4)
     return figure

@@ -62,7 +62,9 @@ def run(quick: bool) -> Result:
 
 
 def draw(result: Result, width_in: float) -> Figure:
-    from metrics.figure_style import POLICY_STYLES, new_figure
+    from metrics.causes import CAUSE_NAMES
+    from metrics.figure_style import POLICY_STYLES, legend_above, new_figure
+    from metrics.log_axis import log_scale
 
     wide = width_in > 5
     figure, axes = new_figure(width_in, 2.4 if wide else 5.6, *((1, 3) if wide else (3, 1)))
@@ -71,7 +73,7 @@ def draw(result: Result, width_in: float) -> Figure:
         line = [row for row in result.tables["per-request"] if row["deployment"] == name and row["bubble_s"] > 0]
         cdf.plot([row["bubble_s"] for row in line], [row["percentile"] for row in line], label=name.split(" ")[0],
                  **POLICY_STYLES[policy].line())  # fmt: skip
-    cdf.set_xscale("log")
+    log_scale(cdf, "x")
     cdf.set_xlabel("bubble time of a request (s)")
     cdf.set_ylabel("% of requests")
     cdf.legend()
@@ -79,20 +81,21 @@ def draw(result: Result, width_in: float) -> Figure:
     below = [0.0] * len(rows)
     for cause, look in CAUSE_LOOKS.items():
         values = [100 * row[cause] for row in rows]
-        causes.bar(range(len(rows)), values, 0.6, bottom=below, label=cause, edgecolor="#333333", linewidth=0.4, **look)
+        causes.bar(range(len(rows)), values, 0.6, bottom=below, label=CAUSE_NAMES.get(cause, cause),
+                   edgecolor="#333333", linewidth=0.4, **look)  # fmt: skip
         below = [a + b for a, b in zip(below, values)]
     causes.set_xticks(range(len(rows)), [row["deployment"].split(" ")[0] for row in rows])
     causes.set_ylabel("bubbles, % of in-flight time")
-    causes.set_xlim(-0.6, len(rows) + (1.6 if wide else 0.9))
+    causes.set_xlim(-0.6, len(rows) - 0.4)
     causes.grid(axis="x", visible=False)
-    causes.legend(loc="center right")
+    legend_above(figure, causes, len(CAUSE_LOOKS), per_row=3 if wide else 2)
     rows = result.tables["deployments"]
     colours = {"SARATHI": POLICY_STYLES["decode_maximal"].colour, "Orca": POLICY_STYLES["orca"].colour}
     for position, row in enumerate(rows):
         done.bar(position, row["completion_s"], 0.7, facecolor=colours[row["deployment"].split(" ")[0]],
                  hatch="////" if "8 x" in row["deployment"] else "", edgecolor="#333333", linewidth=0.4)  # fmt: skip
     done.set_xticks(
-        range(len(rows)), [row["deployment"].replace(" ", "\n", 1).replace("TP8 PP8", "TP8PP8") for row in rows]
+        range(len(rows)), [row["deployment"].replace(" ", "\n", 1).replace("TP8 PP8", "TP8\nPP8") for row in rows]
     )
     done.set_ylabel("time to complete (s)")
     done.grid(axis="x", visible=False)

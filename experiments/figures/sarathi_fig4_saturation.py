@@ -95,6 +95,7 @@ def _intensity(model: ModelSpec, operator: str, shape: BatchShape) -> float:
 
 def draw(result: Result, width_in: float) -> Figure:
     from metrics.figure_style import new_figure
+    from metrics.log_axis import log_scale
 
     figure, axes = new_figure(width_in, 2.3 if width_in > 5 else 4.2, *((1, 2) if width_in > 5 else (2, 1)))
     left, right = axes.flat
@@ -104,7 +105,7 @@ def draw(result: Result, width_in: float) -> Figure:
                   color=colour, label=phase)  # fmt: skip
     left.plot([512], [SATURATED_TOKENS_PER_MS], label="paper", **PAPER_POINT)
     left.set_xscale("log", base=2)
-    left.set_xticks([1, 8, 64, 512, 4096], ["1", "8", "64", "512", "4096"])
+    left.set_xticks([1, 8, 64, 512, 4096], ["1", "8", "64", "512", "4,096"])
     left.set_xlabel("tokens in the batch")
     left.set_ylabel("tokens/ms, one layer")
     left.set_ylim(bottom=0)
@@ -120,7 +121,7 @@ def draw(result: Result, width_in: float) -> Figure:
     balance = next(row["flops_per_byte"] for row in result.tables["intensity"] if row["phase"] == "gpu balance")
     right.axhline(balance, color="#000000", linewidth=0.8, linestyle="--")
     right.annotate("GPU balance", (1.95, balance), ha="center", va="bottom", fontsize=7)
-    right.set_yscale("log")
+    log_scale(right, "y")
     right.set_ylim(0.5, 5000)
     right.set_xticks([x + 0.3 for x in range(len(phases))], [phase.replace(", batch ", "\n") for phase in phases])
     right.set_ylabel("FLOPs per byte")

@@ -136,7 +136,7 @@ def draw(result: Result, width_in: float) -> Figure:
             if rows:
                 style = POLICY_STYLES[name]
                 left.plot([r["time_s"] for r in rows], [r["output_tokens"] / 1000 for r in rows], color=style.colour,
-                          linestyle="-" if source == "ours" else ":", linewidth=width, alpha=alpha,
+                          linestyle=style.line()["linestyle"], linewidth=width, alpha=alpha,
                           drawstyle="steps-post", label=f"{name}, {source}")  # fmt: skip
     left.set_xlabel("time (s)")
     left.set_ylabel("output tokens (thousands)")
