@@ -117,11 +117,15 @@ def _candidates(low: float, high: float) -> Iterable[list[float]]:
         inside = _within([float(f"1e{power}") for power in range(first, last + 1) if power % step == 0], low, high)
         if len(inside) >= 2:
             yield inside
-    for most in (5, 4, 3, 2, 1):
+    ends: list[float] = []
+    for most in (5, 4, 3, 2):
         even = MaxNLocator(nbins=most, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         inside = _within([float(tick) for tick in even], low, high)
-        if len(inside) >= 2 or most == 1:
+        ends = ends or inside[:: max(1, len(inside) - 1)]
+        if len(inside) >= 2:
             yield inside
+    yield ends
+    yield ends[:1]
 
 
 def _within(ticks: Iterable[float], low: float, high: float) -> list[float]:

@@ -20,7 +20,9 @@ def labels(low: float, high: float, width_in: float, side: str = "x"):
         figure.canvas.draw()
         axis = ax.xaxis if side == "x" else ax.yaxis
         shown = [
-            label for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels()) if low <= at <= high
+            label
+            for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels())
+            if 0.999999 * low <= at <= 1.000001 * high
         ]  # fmt: skip
         return [label.get_window_extent() for label in shown], [label.get_text() for label in shown]
 
