@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -70,10 +71,16 @@ class Journal:
         )
 
     def remove(self) -> None:
-        """The run folder is there and says all of it."""
+        """The run folder is there and says all of it. A second run into it may have taken this journal for an earlier
+        one's, put it aside, and have its own in this place: that one stays."""
+        own = os.fstat(self._file.fileno())
         with suppress(OSError):  # what a full disk did not take is not needed any more
             self._file.close()
-        self.path.unlink(missing_ok=True)
+        aside = self.path.with_suffix("").name
+        for path in (self.path, *self.path.parent.glob(f"{escape(aside)}.*.jsonl")):
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), own):
+                    path.unlink()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")

@@ -19,7 +19,7 @@ MEMORY_KEYS = {
     "swap_link_busy_s": "time that links to host memory were moving KV, both directions added up",
     "swap_link_wait_s": "time that such transfers waited for each other",
     "plain_plans": "batches planned without mixing because memory was short (null without a ladder)",
-    "held_back": "admissions refused for the sake of what running requests may still grow to",
+    "held_back": "requests that had to wait, once a stay in the queue, for what running ones may still grow to",
     "beyond_longest": "admissions that the longest allowed answers would not have let in",
     "rejected_overloaded": "requests rejected with a time after which to retry",
     "store_hit_tokens": "prompt tokens fetched from the KV store that replicas share (null without one)",

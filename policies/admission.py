@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from policies.draft import Draft
     from policies.ledger import KVView
     from policies.queues import Queues
-    from policies.scheduler import Scheduler
+    from policies.roster import Roster
 
 RUNGS = ("preempt", "plain", "offload", "oversubscribe", "reject")
 
@@ -90,8 +90,8 @@ class Ladder:
 
 @dataclass(slots=True)
 class LadderCounts:
-    """What the rungs did. held_back: admissions refused for the sake of what running requests may still grow to;
-    beyond_longest: admissions that the longest allowed answers would not have let in."""
+    """What the rungs did. held_back: requests that had to wait, once a stay in the queue, for the sake of what running
+    ones may still grow to; beyond_longest: admissions that the longest allowed answers would not have let in."""
 
     plain_plans: int = 0
     held_back: int = 0
@@ -111,6 +111,10 @@ class AdmissionControl:
         self._counts_lengths = "preempt" not in ladder.rungs or "oversubscribe" in ladder.rungs
         self._risk = ladder.risk if "oversubscribe" in ladder.rungs else 0.0
         self._promised: dict[int, tuple[int, int]] = {}
+        # Who is held back now, and whose prompt a plain batch has begun: a policy that knows whole prompts only would
+        # leave it half done.
+        self._held_back: set[int] = set()
+        self._begun: set[int] = set()
         self._expected_blocks = self._longest_blocks = 0
         self._ended = self._ended_tokens = self._ended_limits = 0
         self._busy_since: Ns = -1
@@ -118,7 +122,7 @@ class AdmissionControl:
 
     # Rung 5: at the door
 
-    def why_not(self, request: Request, scheduler: Scheduler, now_ns: Ns) -> str:
+    def why_not(self, request: Request, scheduler: Roster, now_ns: Ns) -> str:
         """Why a request that arrives now is not taken; empty if it is."""
         if "reject" not in self.ladder.rungs:
             return ""
@@ -143,7 +147,7 @@ class AdmissionControl:
 
     # Rung 2: what is planned
 
-    def plan(self, scheduler: Scheduler, draft: Draft, now_ns: Ns) -> None:
+    def plan(self, scheduler: Roster, draft: Draft, now_ns: Ns) -> None:
         """Let the policy write the batch, or write a plain one while memory is short."""
         queues, ledger = scheduler.queues, scheduler.ledger
         if not queues.prefill_tokens:
@@ -154,7 +158,7 @@ class AdmissionControl:
         if self._plain and self._short(queues, ledger):
             self.counts.plain_plans += 1
             self._plan_plain(queues, draft)
-        else:
+        elif not (self._begun and self._go_on(queues, draft)):
             scheduler.policy.plan(queues, draft, ledger, scheduler.host, now_ns)
         if self._plain and queues.waiting:
             # Whether memory is short has a memory of its own: every plan has to be looked at.
@@ -178,7 +182,16 @@ class AdmissionControl:
             return
         if queues.waiting and not draft.preempted:
             head = queues.waiting[0]
-            draft.admit(head, left, reserve=head.known)
+            if draft.admit(head, left, reserve=head.known) and not draft.chunks[0][3]:
+                self._begun.add(head.request.id)
+
+    def _go_on(self, queues: Queues, draft: Draft) -> bool:
+        """Memory is no longer short: a batch of what plain ones have begun, if anything of it can be granted."""
+        left = self.ladder.plain_tokens
+        for prompt in queues.partial:
+            if left > 0 and prompt.request.id in self._begun:
+                left -= draft.chunk(prompt, left)
+        return bool(draft.chunks)
 
     # Rungs 1 and 4: who is let in
 
@@ -195,7 +208,7 @@ class AdmissionControl:
         """What a policy that reserves `asked` tokens gets: no more than what is counted on."""
         return min(asked, self.promised_tokens(track)) if self._risk else asked
 
-    def lets_in(self, track: Track, scheduler: Scheduler) -> bool:
+    def lets_in(self, track: Track, scheduler: Roster) -> bool:
         """Whether what running requests may grow to leaves room for one more. Alone anybody is let in."""
         if not self._counts_lengths:
             return True
@@ -203,14 +216,17 @@ class AdmissionControl:
         room = ledger.total_blocks - scheduler.watermark_blocks
         expected = ledger.blocks_for(self.promised_tokens(track) - 1)
         if self._promised and self._expected_blocks + expected > room:
-            self.counts.held_back += 1
+            if track.request.id not in self._held_back:
+                self._held_back.add(track.request.id)
+                self.counts.held_back += 1
             return False
         return True
 
-    def entered(self, track: Track, scheduler: Scheduler) -> None:
+    def entered(self, track: Track, scheduler: Roster) -> None:
         """A request was admitted."""
         if not self._counts_lengths:
             return
+        self._held_back.discard(track.request.id)
         request, ledger = track.request, scheduler.ledger
         expected = ledger.blocks_for(self.promised_tokens(track) - 1)
         longest = ledger.blocks_for(request.prompt_tokens + request.max_output_tokens - 1)
@@ -221,7 +237,9 @@ class AdmissionControl:
         self._longest_blocks += longest
 
     def left(self, track: Track) -> None:
-        """A request runs no more: it ended, was preempted or withdrawn."""
+        """A request runs or waits no more: it ended, was preempted or withdrawn."""
+        self._held_back.discard(track.request.id)
+        self._begun.discard(track.request.id)
         expected, longest = self._promised.pop(track.request.id, (0, 0))
         self._expected_blocks -= expected
         self._longest_blocks -= longest

@@ -22,9 +22,10 @@ else:
 
 HOT = (
     "policies.track", "policies.batch", "policies.cohort", "policies.ledger", "policies.block_ledger",
-    "policies.queues", "policies.draft", "policies.lockstep", "policies.scheduler", "simulator.leaping",
-    "simulator.plain_replica", "simulator.replica", "simulator.arrivals", "simulator.cluster", "simulator.fleet",
-    "metrics.recorder",    "profiler.roofline", "profiler.attention_lookup", "profiler.fitted",
+    "policies.queues", "policies.draft", "policies.lockstep", "policies.roster", "policies.scheduler",
+    "simulator.leaping", "simulator.plain_replica", "simulator.leaping_replica", "simulator.replica",
+    "simulator.arrivals", "simulator.cluster", "simulator.fleet", "metrics.recorder", "profiler.roofline",
+    "profiler.attention_lookup", "profiler.fitted",
 )  # fmt: skip
 """The modules that are compiled, in the order in which they are compiled (setup.py reads this list)."""
 

@@ -16,7 +16,7 @@ from policies.request import Ns, Request
 from policies.track import Track
 
 if TYPE_CHECKING:
-    from policies.scheduler import Scheduler
+    from policies.roster import Roster
 
 
 class Handover:
@@ -24,7 +24,7 @@ class Handover:
 
     __slots__ = ("_scheduler", "expected", "held")
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Roster) -> None:
         self._scheduler = scheduler
         self.held: dict[int, Track] = {}
         self.expected: dict[int, Track] = {}
@@ -41,7 +41,7 @@ class Handover:
     # The engine that decodes
 
     def receive(self, request: Request, now_ns: Ns, *, ends_after: int | None, computed: int, produced: int) -> Track:
-        """Expect a request whose first `computed` tokens of KV will be handed over; "rejected" if it cannot run here.
+        """Expect a request whose first `computed` tokens of KV will be handed over, if it can run here.
 
         produced: output tokens delivered elsewhere; computed is prompt + produced - 1.
         """
@@ -51,7 +51,7 @@ class Handover:
                 f"{request.prompt_tokens + produced - 1}"
             )
         track = self._scheduler.enter(request, now_ns, ends_after, computed, produced)
-        if track.status != "rejected":
+        if track.status == "waiting":
             track.status = "expected"
             self.expected[request.id] = track
         return track

@@ -19,7 +19,7 @@ from policies.request import Ns
 from policies.track import Track
 
 if TYPE_CHECKING:
-    from policies.scheduler import Scheduler
+    from policies.roster import Roster
 
 Preemption = Literal["recompute", "swap", "auto"]
 PREEMPTIONS: tuple[Preemption, ...] = ("recompute", "swap", "auto")
@@ -124,7 +124,7 @@ class Swap:
 
     # Out
 
-    def put_out(self, track: Track, scheduler: Scheduler, how: Preemption | None) -> int:
+    def put_out(self, track: Track, scheduler: Roster, how: Preemption | None) -> int:
         """A running request is being preempted and still has its blocks: keep what is computed of it, or not.
 
         Returns the tokens that are kept in host memory: 0 to recompute them all.
@@ -163,7 +163,7 @@ class Swap:
         assert self.costs is not None
         return pages <= len(self._free) and 2 * self.costs.move_ns(blocks) < self.costs.prefill_ns(tokens)
 
-    def _take_pages(self, number: int, scheduler: Scheduler) -> list[int]:
+    def _take_pages(self, number: int, scheduler: Roster) -> list[int]:
         for victim in list(self.held.values()):
             if len(self._free) >= number:
                 break
@@ -171,7 +171,7 @@ class Swap:
                 self._shorten(victim, number - len(self._free), scheduler)
         return [self._free.pop() for _ in range(number)]
 
-    def _shorten(self, victim: Swapped, pages: int, scheduler: Scheduler) -> None:
+    def _shorten(self, victim: Swapped, pages: int, scheduler: Roster) -> None:
         """Take up to so many pages from the end of a swapped request: it recomputes what lay there."""
         keep = max(0, len(victim.pages) - pages)
         lost = victim.pages[keep:]
@@ -196,7 +196,7 @@ class Swap:
 
     # Back
 
-    def bring_in(self, track: Track, scheduler: Scheduler, shared_blocks: int) -> None:
+    def bring_in(self, track: Track, scheduler: Roster, shared_blocks: int) -> None:
         """A swapped request was just admitted and has its blocks; the first `shared_blocks` hold its KV already."""
         swapped = self.held.get(track.request.id)
         if swapped is None:

@@ -17,7 +17,7 @@ from policies.policy import knob
 from policies.registry import knob_value, knobs_of
 from policies.request import NS_PER_S, Ns
 from simulator.errors import SimulationError
-from simulator.moment import COMPLETION, Moment
+from simulator.moment import LOOK, Moment
 from simulator.routers import outstanding_requests
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Autoscaler:
         return waited_ns > self.scaling.ttft_s * NS_PER_S
 
     def _look_later(self) -> None:
-        Moment(self.cluster.env, round(self.scaling.interval_s * NS_PER_S), self._look, COMPLETION)
+        Moment(self.cluster.env, round(self.scaling.interval_s * NS_PER_S), self._look, LOOK)
 
     def _look(self, event: Event) -> None:
         cluster, scaling = self.cluster, self.scaling
@@ -139,7 +139,7 @@ class Autoscaler:
             if self.cluster.ended < self.cluster.expected:
                 self.cluster.start(self.scaling.pool, life)
 
-        Moment(self.cluster.env, round(self.scaling.startup_s * NS_PER_S), begin, COMPLETION)
+        Moment(self.cluster.env, round(self.scaling.startup_s * NS_PER_S), begin, LOOK)
 
     def _shrink(self, members: list[Any], waiting: int) -> None:
         now, scaling = self.cluster.env.now, self.scaling

@@ -38,18 +38,34 @@ _GARBAGE_THRESHOLD = 1_000_000
 
 class VirtualTime(Nanoseconds):
     """A clock that counts nanoseconds. sharers: engines that run on it. limit: nobody knows yet what happens then and
-    later; an engine may neither plan nor complete anything there."""
+    later; an engine may neither plan nor complete anything there.
+
+    turn_ns, turn: the moment at which an engine last completed something that others may hear of, and its number.
+    Whoever looks at a leap in that moment has to know whether an iteration that ends just then came before
+    (`comes_after`).
+    """
 
     def __init__(self, initial_time: int = 0) -> None:
         super().__init__(initial_time)
         self._began = initial_time
         self.sharers = 0
         self.limit = FAR
+        self.turn_ns: Ns = -1
+        self.turn = 0
+
+    def take_turn(self, number: int) -> None:
+        """Engine `number` completes something now."""
+        self.turn_ns, self.turn = self._now, number  # type: ignore[assignment]  # whole numbers
+
+    def comes_after(self, number: int) -> bool:
+        """Whether in this moment the turn of engine `number` to complete something is over."""
+        return self.turn > number and self.turn_ns == self._now
 
     def rewind(self) -> None:
         """Back to the beginning, for another engine's turn; whatever was to happen has happened."""
         assert not self._queue, "events are left"
         self._now = self._began
+        self.turn_ns = -1
 
     def next_ns(self) -> Ns:
         """When the next event is due, or may be; as late as can be where there is none."""

@@ -393,7 +393,7 @@ class Cluster:
         scheduler = replica.scheduler
         if replica in self._draining and not scheduler.tracks and not scheduler.handover.held:
             self._draining.remove(replica)
-            self._life(replica).down_ns = self.env.now
+            self._life(replica).down_ns = replica.busy_until_ns
 
     def _life(self, replica: Replica) -> Life:
         return next(life for life in reversed(self.lives) if life.replica == replica.number)

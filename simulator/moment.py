@@ -1,7 +1,8 @@
 """One future moment at which something is called: SimPy's timeout with a chosen rank among events of that moment.
 
-Ranks make a run a function of its config: at one instant requests arrive first, then batches complete, then idle
-engines look whether there is something to plan.
+Ranks make a run a function of its config: at one instant requests arrive first, then controllers look, then batches
+complete, then idle engines look whether there is something to plan; engine after engine, by number, whenever the
+events were made (a leap makes fewer, and earlier).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from simpy import Event
 
 from simulator.clock import Nanoseconds
 
-ARRIVAL, COMPLETION, WAKE = 0, 1, 2
+ARRIVAL, LOOK, COMPLETION, WAKE = 0, 1, 2, 1 << 40
+"""Ranks; an engine adds its number to the last two."""
 
 
 class Moment(Event):

@@ -95,10 +95,10 @@ class PlainReplica:
         track = self.scheduler.add(
             request, self.now_ns, ends_after=ends_after, produced=produced, hands_over=hands_over, computed=computed
         )  # fmt: skip
-        if track.status == "rejected":
-            self._end(track)
-        else:
+        if track.status == "waiting":
             self.wake()
+        else:
+            self._end(track)
         return track
 
     def withdraw(self, ids: list[int], reason: str, *, status: str = "aborted") -> list[Track]:
@@ -132,6 +132,11 @@ class PlainReplica:
 
     def settle(self) -> None:
         """Bring whatever stands for many iterations up to now; the plain path has no such thing."""
+
+    @property
+    def busy_until_ns(self) -> Ns:
+        """When the batches in flight are over, wanted or not (who plans ahead computes a token too many)."""
+        return self._flights[-1][2] if self._flights else self.now_ns
 
     # What a router sees (simulator.routers.ReplicaView)
 
@@ -172,7 +177,7 @@ class PlainReplica:
     def wake(self) -> None:
         """Look for something to plan at this moment, once everything else that happens in it has happened."""
         if self._wake is None and len(self._flights) < self._depth:
-            self._wake = Moment(self.env, 0, self._on_wake, WAKE)
+            self._wake = Moment(self.env, 0, self._on_wake, WAKE + self.number)
 
     def _on_wake(self, event: Event) -> None:
         if event is self._wake:
@@ -186,7 +191,7 @@ class PlainReplica:
             self._complete_at(self._flights[0][2])
 
     def _complete_at(self, end_ns: Ns) -> None:
-        self._completion = Moment(self.env, end_ns - self.now_ns, self._on_completion, COMPLETION)
+        self._completion = Moment(self.env, end_ns - self.now_ns, self._on_completion, COMPLETION + self.number)
 
     def _plan(self) -> None:
         scheduler, flights = self.scheduler, self._flights
@@ -214,7 +219,7 @@ class PlainReplica:
     def _plan_at(self, at_ns: Ns) -> None:
         if not self.now_ns < self._look_ns <= at_ns:
             self._look_ns = at_ns
-            Moment(self.env, at_ns - self.now_ns, self._on_wake, WAKE)
+            Moment(self.env, at_ns - self.now_ns, self._on_wake, WAKE + self.number)
 
     def _launch(self, batch: Batch) -> None:
         shape, free = batch.shape, self._free_ns

@@ -1,27 +1,21 @@
-"""One engine in virtual time, at speed: the plain replica with its events left out and its equal iterations crossed.
+"""One engine in virtual time, at speed: the leaping replica with its events left out.
 
-A completion has to be waited for only where something else happens before it (simulator/clock.py). Equal iterations are
-crossed in one leap; whoever needs to see the replica in the middle of one (an arrival, a withdrawal, a router) settles
-it first, at the right iteration boundary.
+A completion has to be waited for only where something else happens before it (simulator/clock.py).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
-from operator import sub
-from typing import TYPE_CHECKING, Any, Final
-
-from simpy import Event
+from typing import TYPE_CHECKING, Final
 
 from metrics import Recorder
 from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
 from simulator.clock import FAR, Nanoseconds, VirtualTime
-from simulator.leaping import LEAST_LEAP, Leap, Terms, ends_until
-from simulator.moment import COMPLETION, WAKE, Moment
-from simulator.plain_replica import PlainReplica
+from simulator.leaping import LEAST_LEAP, Leap, ends_until
+from simulator.leaping_replica import LeapingReplica
+from simulator.moment import COMPLETION, Moment
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -31,7 +25,8 @@ _pack: Final = pack_straight
 IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Replica(PlainReplica):
+
+class Replica(LeapingReplica):
     """TP x PP devices that share a scheduler; on_end and overlap_sends as `PlainReplica` has them.
 
     leaps: cross equal iterations in one step, and run ahead of the event queue where `env` is a VirtualTime (False
@@ -50,66 +45,20 @@ class Replica(PlainReplica):
         overlap_sends: bool = True,
         leaps: bool = True,
     ) -> None:
-        super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
-        self._repeat_terms: Terms | None = getattr(cost, "repeat_terms", None)
+        super().__init__(
+            env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends, leaps=leaps
+        )
         self._iteration_ns: IterationTimes = getattr(cost, "iteration_ns", self._plain_iteration_ns)
-        self.leaps = leaps and scheduler.depth == 1
-        self._ahead = env if leaps and isinstance(env, VirtualTime) else None
-        if self._ahead is not None:
-            self._ahead.sharers += 1
         # Nothing but this loop's own steps to take: see _run_straight.
         self._straight = self.leaps and cost.stages == 1 and type(self)._launch is Replica._launch
         # Micro-batches that would be planned again are, without asking the policy.
         self._repeats = leaps and cost.stages > 1
         self._running_ahead = False
-        self._leap: Leap | None = None
         # What every iteration takes at least, where they follow each other one by one.
         least_ns: Callable[[], Ns] | None = getattr(cost, "least_ns", None)
         self._least_ns: Ns = least_ns() if least_ns is not None and self._straight else 0
 
-    # What others see of it
-
-    def settle(self) -> None:
-        """Bring a leap up to now: iterations that ended before this moment are complete, one is in flight."""
-        leap = self._leap
-        if leap is None:
-            return
-        self._leap = None
-        ends = leap.ends_ns
-        done = bisect_left(ends, self.now_ns)
-        if done < len(ends) - 1:
-            assert self._completion is not None
-            self._completion.void = True
-            self._complete_at(ends[done])
-        self._cross_to_flight(leap, done)
-
-    # A leap answers for this moment without being stopped.
-
-    @property
-    def decode_tokens_promised(self) -> int:
-        promised = self.scheduler.queues.decode_tokens_promised
-        leap = self._leap
-        if leap is not None:
-            promised -= leap.batch.shape.decodes * bisect_left(leap.ends_ns, self.now_ns)
-        return promised
-
-    @property
-    def free_blocks(self) -> int:
-        free = self.scheduler.ledger.free_blocks
-        leap = self._leap
-        if leap is not None:
-            free -= leap.batch.grown[0][0].growth_within(bisect_left(leap.ends_ns, self.now_ns))
-        return free
-
     # What a fleet may know without looking (simulator/fleet.py)
-
-    def falls_by(self) -> tuple[int, int, Ns]:
-        """Promised tokens that each iteration of the leap plans, how many these are, the shortest time between two."""
-        leap = self._leap
-        if leap is None:
-            return 0, 0, 0
-        ends = leap.ends_ns
-        return leap.batch.shape.decodes, len(ends), min(map(sub, ends[1:], ends), default=0)
 
     def calm_until(self, next_ns: Ns) -> Ns:
         """A moment before which nobody ends here unless somebody comes or is withdrawn; next_ns: of the next event."""
@@ -121,10 +70,6 @@ class Replica(PlainReplica):
             further = steps - len(self._leap.ends_ns)
             return next_ns + further * least if further > 0 else next_ns
         return self._flights[0][2] + (steps - 1) * least if self._flights else next_ns + steps * least
-
-    def wake(self) -> None:
-        if self._wake is None and len(self._flights) < self._depth and self._leap is None:
-            self._wake = Moment(self.env, 0, self._on_wake, WAKE)
 
     # Running ahead of the event queue
 
@@ -158,6 +103,7 @@ class Replica(PlainReplica):
             end = flights[0][2]
             if not (ahead.moved_to(end) or self._passed(ahead, end)):
                 return
+            ahead.take_turn(self.number)
             self._complete()
 
     def _passed(self, ahead: VirtualTime, end_ns: Ns) -> bool:
@@ -168,7 +114,7 @@ class Replica(PlainReplica):
         flights = self._flights
         # A compiled tuple has no identity that lasts; its batch has.
         batch = flights[0][0]
-        place = ahead.reserve(end_ns, COMPLETION)
+        place = ahead.reserve(end_ns, COMPLETION + self.number)
         try:
             if ahead.passed(place, flights):
                 return True
@@ -287,6 +233,7 @@ class Replica(PlainReplica):
             if finished:
                 # Whoever hears of an end may look at the clock, or have something happen soon.
                 ahead.moved_to(now)
+                ahead.take_turn(replica)
                 for track in finished:
                     self._end(track)
                 horizon = ahead.next_ns()
@@ -308,93 +255,3 @@ class Replica(PlainReplica):
         if self._repeats and self.scheduler.plan_decodes_again(batch, end):
             self._launch(batch)
         return batch
-
-    # Leaps
-
-    def _plan(self) -> None:
-        scheduler, flights = self.scheduler, self._flights
-        depth = self._depth
-        while len(flights) < depth and self._leap is None:
-            batch = scheduler.plan(self.now_ns)
-            if batch is not None:
-                self._launch(batch)
-            elif not self._idle(self.now_ns):
-                return
-
-    def _launch(self, batch: Batch) -> None:
-        # What chunks have left to the next iterations is paid one by one.
-        if self.leaps and not batch.chunks and not self._owed:
-            quiet = self.scheduler.quiet_steps(batch)
-            if quiet >= LEAST_LEAP:
-                shape = batch.shape
-                self._launch_leap(batch, quiet, *self.cost.host_ns(shape), self._inside(shape))
-                return
-        super()._launch(batch)
-
-    def _launch_leap(self, batch: Batch, quiet: int, before: Ns, after: Ns, inside: bool) -> None:
-        now, shape = self.now_ns, batch.shape
-        ahead = self._ahead
-        # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
-        alone = ahead is not None and ahead.sharers == 1 and ahead.next_ns() < ahead.limit
-        horizon = ahead.next_ns() if ahead is not None and alone else FAR
-        device = self.cost.stage_ns(shape)
-        ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
-        leap = Leap(batch, now, ends, before, after, inside)
-        if ahead is not None and (alone or ends[-1] < ahead.next_ns()):
-            self._cross_to_flight(leap, len(ends) - 1)
-        else:
-            self._leap = leap
-            self._complete_at(ends[-1])
-
-    def _cross_to_flight(self, leap: Leap, done: int) -> None:
-        """The first `done` iterations of a leap are complete; the next one is in flight as a plain batch."""
-        batch, planned, ends, before, after, _ = leap
-        scheduler = self.scheduler
-        queues = scheduler.queues
-        if done:
-            self._cross(batch, planned, ends[:done], before, after, leap.inside)
-            planned = ends[done - 1]
-        end = ends[done]
-        start = planned + before
-        self._free_ns[0] = end - after
-        self._last_end_ns = end
-        self._flights.append(
-            (
-                batch, start, end, before, after, end - after - start, [], queues.num_running, len(queues.waiting),
-                scheduler.ledger.free_blocks,
-            )
-        )  # fmt: skip
-
-    def _cross(self, batch: Batch, planned: Ns, ends: list[Ns], before: Ns, after: Ns, first_inside: bool) -> None:
-        """So many equal iterations are complete and recorded; `batch` is the one planned after them."""
-        scheduler = self.scheduler
-        queues = scheduler.queues
-        free_blocks = scheduler.ledger.free_blocks
-        shape, first_number = batch.shape, batch.number
-        cohort, first_step, _, _, _ = batch.grown[0]
-        taken = scheduler.leap(batch, ends)
-        inside: Any = first_inside
-        if inside != self._inside(batch.shape):
-            inside = self._inside_each(shape, len(ends))
-        self.recorder.leap(
-            self.number, first_number, shape, planned, ends, cohort.number, first_step, queues.num_running,
-            len(queues.waiting), free_blocks, taken, before, after, inside,
-        )  # fmt: skip
-
-    def _inside_each(self, shape: BatchShape, steps: int) -> list[bool]:
-        return [
-            self._inside(
-                shape._replace(
-                    decode_context_total=shape.decode_context_total + step * shape.decodes,
-                    decode_context_max=shape.decode_context_max + step,
-                )
-            )
-            for step in range(steps)
-        ]
-
-    def _on_completion(self, event: Event) -> None:
-        leap = self._leap
-        if leap is not None and not event.void:  # type: ignore[attr-defined]
-            self._leap = None
-            self._cross_to_flight(leap, len(leap.ends_ns) - 1)
-        super()._on_completion(event)

@@ -268,6 +268,16 @@ def test_a_killed_run_leaves_what_had_ended_and_no_half_folder(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.unfinished.1.jsonl", "trace.csv"]
 
 
+def test_a_run_that_ends_takes_away_its_own_journal_and_not_that_of_a_second_run_into_the_folder(tmp_path):
+    first, second = Journal(tmp_path / "r[1]", {"run": 1}), Journal(tmp_path / "r[1]", {"run": 2})
+    assert second.kept is not None
+    first.remove()
+    assert not second.kept.exists()
+    assert json.loads(second.path.read_text()) == {"run": 2}
+    second.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path: Path) -> None:
     class Full:
         def write(self, text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,6 +102,19 @@ def test_routing_does_not_stop_the_leaps_of_replicas_that_are_only_looked_at(rou
     trace = trace_of(rows)
     simulate(trace, make_cluster_plan(config, trace, cost), Watched())
     assert leaps == [0]
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+@pytest.mark.parametrize(("long", "short", "admitted"), [(0, 1, 6), (1, 0, 5)])
+def test_replicas_that_complete_in_one_moment_do_so_by_number(leaps, long, short, admitted):
+    """Both complete at 5 s. An answer ends on one of them, and the next turn comes at once, to the other: replica 0 has
+    planned again by then if the answer ended on replica 1, replica 1 has not if it ended on replica 0."""
+    outputs = {long: 50, short: 5}
+    trace = trace_of([(0, 4, outputs[0]), (0, 4, outputs[1]), (0, 4, 1)])
+    trace = replace(trace, after_row=np.array([-1, -1, short]), think_ns=np.array([0, 0, 0]), session=[f"s{long}" if row == long else "other" for row in range(2)] + [f"s{long}"])
+    result = run(trace, ConstantCost(device_ns=S), replicas=2, router="session_affinity", leaps=leaps)
+    assert by_request(result, "replica").tolist() == [0, 1, long]
+    assert by_request(result, "admitted_s")[2] == admitted
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(1, 4000))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from simulator.config import ReplayConfig
@@ -52,6 +55,16 @@ def test_requests_of_a_dead_replica_may_fail_instead():
     assert by_request(result, "status").tolist() == ["failed", "finished"]
     assert by_request(result, "reason").tolist() == ["replica 0 died", ""]
     assert (by_request(result, "output_tokens")[0], by_request(result, "finished_s")[0]) == (2, 2.5)
+
+
+def test_who_finds_no_replica_large_enough_in_the_middle_of_an_answer_has_failed():
+    """At the door it would have been rejected."""
+    pools = ({"num_blocks": 2}, {"num_blocks": 100})
+    trace = trace_of([(0, 4, 1), (0, 100, 5), (3, 100, 5)])
+    result = run(trace, pools=pools, router="round_robin", failures=("1@2.5",), watermark=0.0)
+    assert by_request(result, "status").tolist() == ["finished", "failed", "rejected"]
+    assert by_request(result, "output_tokens").tolist() == [1, 2, 0]
+    assert by_request(result, "reason")[1] == by_request(result, "reason")[2] == "needs 7 KV blocks, the pool has 2"
 
 
 def test_whoever_arrives_while_all_are_down_waits_for_the_one_that_comes_back():
@@ -136,6 +149,24 @@ def test_a_drained_replica_ends_its_requests_first():
     result = run(trace, replicas=2, autoscale={**GROW, "running_low": 3, "patience_s": 0})
     assert lives(result) == [(0, 0, 0, None), (1, 0, 0, 100)]
     assert by_request(result, "finished_s").tolist() == [100, 100]
+
+
+def test_a_drained_replica_is_there_until_its_last_batch_is_over():
+    """Planning ahead, it computes a token beyond an end that only the answer knew: 5 tokens by 5 s, a sixth until 6."""
+    trace = trace_of([(0, 4, 50), (0, 4, 5)])
+    trace = replace(trace, max_output_tokens=np.array([50, 9]))
+    options = {"policy": "vllm_v1", "knobs": {"async_scheduling": True}, "autoscale": {**GROW, "interval_s": 2, "running_low": 3, "patience_s": 0}}
+    result = run(trace, replicas=2, router="round_robin", **options)
+    assert lives(result)[1] == (1, 0, 0, 6)
+    assert result.tables.frame("iterations").query("replica == 1")["end_s"].max() == 6
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+def test_a_controller_looks_before_what_ends_in_the_same_moment(leaps):
+    """Two wait behind one that ends as the controller looks: both are seen, however the iterations were walked."""
+    trace = trace_of([(0, 4, 5), (0, 4, 5), (0, 4, 5)])
+    result = run(trace, max_num_seqs=1, leaps=leaps, autoscale={**GROW, "queue_high": 1, "interval_s": 5, "startup_s": 0})
+    assert lives(result)[:2] == [(0, 0, 0, None), (1, 5, 5, None)]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,25 @@ def test_plain_batches_never_mix():
     assert not np.any((chunks > 0) & (decodes > 0) & (waiting > 0))
 
 
+@pytest.mark.parametrize("policy", ["request_level", "prefill_priority", "orca"])
+def test_a_prompt_begun_by_plain_batches_is_ended_by_them(policy):
+    """Policies that know whole prompts only would leave the half of it lying there for ever."""
+    trace = trace_of([(0, 58, 6), (0, 72, 4)])
+    result = run(
+        trace, ConstantCost(device_ns=S, stages=2), policy=policy, pp=2, ladder="preempt,plain", num_blocks=40, block_size=4,
+        trouble_from=0.3, plain_tokens=10, max_num_seqs=2, token_budget=80,
+    )  # fmt: skip
+    assert result.summary["finished"] == 2
+    assert result.summary["plain_plans"] > 0
+
+
+def test_whoever_is_held_back_is_counted_once_however_often_the_policy_asks():
+    """Nine wait behind one another for memory that longest answers could need; a leap asks less often than plans do."""
+    trace = trace_of([(0, 16, 100)] * 10)
+    held = [run(trace, num_blocks=8, watermark=0.0, ladder="none", leaps=leaps).summary["held_back"] for leaps in (True, False)]
+    assert held == [9, 9]
+
+
 def test_oversubscription_admits_on_the_expected_length():
     """Limits of 400 tokens, answers of 40: counted on in full they keep most requests out."""
     trace = trace_of([(row / 10, 16, 40) for row in range(60)])
