@@ -41,8 +41,8 @@ class VirtualTime(Nanoseconds):
     later; an engine may neither plan nor complete anything there.
 
     turn_ns, turn: the moment at which an engine last completed something that others may hear of, and its number.
-    Whoever looks at a leap in that moment has to know whether an iteration that ends just then came before
-    (`comes_after`).
+    Whoever looks at a leap in that moment has to know whether an iteration that ends just then came before: engines
+    have their turns by number.
     """
 
     def __init__(self, initial_time: int = 0) -> None:
@@ -56,10 +56,6 @@ class VirtualTime(Nanoseconds):
     def take_turn(self, number: int) -> None:
         """Engine `number` completes something now."""
         self.turn_ns, self.turn = self._now, number  # type: ignore[assignment]  # whole numbers
-
-    def comes_after(self, number: int) -> bool:
-        """Whether in this moment the turn of engine `number` to complete something is over."""
-        return self.turn > number and self.turn_ns == self._now
 
     def rewind(self) -> None:
         """Back to the beginning, for another engine's turn; whatever was to happen has happened."""

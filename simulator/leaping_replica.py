@@ -70,10 +70,11 @@ class LeapingReplica(PlainReplica):
         self._cross_to_flight(leap, done)
 
     def _steps_done(self, ends_ns: list[Ns]) -> int:
-        """Iterations of a leap that are complete: one that ends this very moment is if its turn is over."""
-        ahead = self._ahead
-        after = ahead is not None and ahead.comes_after(self.number)
-        return (bisect_right if after else bisect_left)(ends_ns, self.now_ns)
+        """Iterations of a leap that are complete; one that ends this very moment is if a later engine has its turn."""
+        ahead, now = self._ahead, self.now_ns
+        if ahead is not None and ahead.turn_ns == now and ahead.turn > self.number:
+            return bisect_right(ends_ns, now)
+        return bisect_left(ends_ns, now)
 
     # A leap answers for this moment without being stopped.
 
