@@ -241,7 +241,7 @@ def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> No
     if as_json:
         _print_json(summaries)
     else:
-        _print(comparison_table(summaries))
+        _print(comparison_table(summaries, rivals=False))
 
 
 def _print_json(content: Any) -> None:

@@ -48,9 +48,9 @@ _SHARES = (
 
 
 def comparison_table(
-    summaries: Mapping[str, Summary], *, title: str | None = None, max_width: int | None = None
+    summaries: Mapping[str, Summary], *, title: str | None = None, max_width: int | None = None, rivals: bool = True
 ) -> Table:
-    """One row per run, the best value of each column in bold.
+    """One row per run, the best value of each column in bold (rivals=False: nobody is best, as among SLO classes).
 
     A column that no run has a value for is left out; so are the least telling ones when the table would be wider than
     max_width (by default what rich takes for the width of the terminal).
@@ -88,7 +88,7 @@ def comparison_table(
     for heading, (key, better, _, cells) in columns.items():
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
         values = [summary.get(key) for summary in summaries.values()]
-        best = _best(values, better)
+        best = _best(values, better) if rivals else None
         if best is not None:
             cells[:] = [f"[bold]{c}[/bold]" if _number(v) == best else c for c, v in zip(cells, values)]
     for position, label in enumerate(labels.values()):

@@ -140,7 +140,7 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
             say(f"{run.config['policy']}: {words}")
     classes = _class_summaries(runs)
     if classes:
-        console.print(comparison_table(classes, title="by SLO class", max_width=console.width))
+        console.print(comparison_table(classes, title="by SLO class", max_width=console.width, rivals=False))
     if out is not None:
         say(f"written to {out}")
     if drawn:

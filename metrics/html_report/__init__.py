@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from metrics.html_report.page import RowTable, require_plotly, write_report
+    from metrics.html_report.page import require_plotly, write_report
+    from metrics.html_report.row_tables import RowTable
 
 __all__ = ["RowTable", "require_plotly", "write_report"]
 

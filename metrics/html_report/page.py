@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from importlib.util import find_spec
@@ -17,36 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from metrics.columns import MetricsError
+from metrics.html_report.comparison import comparison
 from metrics.html_report.plots import run_plots
 from metrics.html_report.requests import inspected_requests
+from metrics.html_report.row_tables import RowTable, tables_section
 from metrics.html_report.timeline import Slice, timeline_of
 from metrics.html_report.trust import trust_of
-from metrics.report import format_value
 from metrics.run_folder import json_ready
 from metrics.tables import RunTables
 from policies.output_file import write_text
 
 SCRIPTS = ("plots.js", "timeline.js", "inspector.js")
-
-COMPARED = (
-    ("finished", "finished", 0), ("ttft_s_p50", "TTFT P50", -1), ("ttft_s_p99", "TTFT P99", -1),
-    ("tbt_s_p50", "TBT P50", -1), ("tbt_s_p99", "TBT P99", -1), ("tbt_s_max", "TBT max", -1), ("stalls", "stalls", -1),
-    ("e2e_s_p50", "E2E P50", -1), ("requests_per_s", "requests/s", 1), ("output_tokens_per_s", "output tokens/s", 1),
-    ("goodput_requests_per_s", "goodput", 1), ("slo_attainment", "SLO met", 1), ("preemptions", "preemptions", -1),
-    ("dummy_share", "dummy rows", -1), ("kv_use_max", "KV in use, most", 0), ("device_busy_share", "devices busy", 0),
-)  # fmt: skip
-"""Columns of the comparison: key of the summary, heading, whether more (1) or less (-1) is better."""
-
-
-@dataclass(frozen=True)
-class RowTable:
-    """Rows to explore: points of a sweep, capacities of settings. axes: columns that were set, not measured."""
-
-    title: str
-    rows: Sequence[Mapping[str, Any]]
-    axes: Sequence[str]
-    note: str = ""
-
 
 def write_report(
     path: str | Path,
@@ -96,10 +76,10 @@ def _page(
     ]
     sections = []
     if runs:
-        sections.append(("result", "Result", _comparison(runs)))
+        sections.append(("result", "Result", comparison(runs)))
         sections.append(("plots", "Latency and load", '<div id="plot-area"></div>'))
     if tables:
-        sections.append(("explore", "Points" if not runs else "Tables", '<div id="table-area"></div>'))
+        sections.append(("explore", "Points" if not runs else "Tables", tables_section(tables)))
     if runs:
         sections.append(("timeline", "Timeline", _asset("timeline.html")))
         sections.append(("requests", "Requests", _asset("inspector.html")))
@@ -115,47 +95,6 @@ def _page(
         title=escape(question), question=escape(question), links=links, body=body, style=_asset("report.css"),
         data=_embedded(data), plotly=_plotly(), scripts=scripts,
     )  # fmt: skip
-
-
-def _comparison(runs: Mapping[str, RunTables]) -> str:
-    """The table of runs; the best value of a column is marked in words too."""
-    summaries = {label: run.summary for label, run in runs.items()}
-    shown = [row for row in COMPARED if any(_number(s.get(row[0])) is not None for s in summaries.values())]
-    best = {key: _best([_number(s.get(key)) for s in summaries.values()], better) for key, _, better in shown}
-    head = "".join(f'<th scope="col">{heading}</th>' for _, heading, _ in shown)
-    lines = []
-    for label, summary in summaries.items():
-        cells = []
-        for key, _, _ in shown:
-            text = escape(format_value(key, summary.get(key)))
-            if key == "finished" and summary.get("requests") != summary.get("finished"):
-                text += f" of {format_value('requests', summary.get('requests'))}"
-            value = _number(summary.get(key))
-            mark = value is not None and value == best[key]
-            cells.append(f'<td class="best">{text} <small>best</small></td>' if mark else f"<td>{text}</td>")
-        star = "" if summary.get("calibrated") is not False else " *"
-        lines.append(f'<tr><th scope="row">{escape(label)}{star}</th>{"".join(cells)}</tr>')
-    caption = "All requests, latencies of those that finished."
-    if any(summary.get("calibrated") is False for summary in summaries.values()):
-        caption += " * uncalibrated: costs rest on specifications alone."
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table>'
-        f"<caption>{caption}</caption>"
-        f'<thead><tr><th scope="col">run</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-    )
-
-
-def _best(values: Sequence[float | None], better: int) -> float | None:
-    known = [value for value in values if value is not None]
-    if not better or len(known) < 2 or min(known) == max(known):
-        return None
-    return max(known) if better > 0 else min(known)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-        return None
-    return float(value)
 
 
 def _embedded(data: Any) -> str:

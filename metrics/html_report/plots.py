@@ -136,7 +136,7 @@ def _over_time(run: RunTables, column: str, edges: Floats) -> Floats | None:
         corners = np.stack([start[rows], start[rows] + held[rows]], axis=1).ravel() / 1e9
         area = np.cumsum(np.stack([np.zeros(len(rows)), values[rows] * held[rows] / 1e9], axis=1).ravel())
         total += np.diff(np.interp(edges, corners, area)) / np.diff(edges)
-    return total / len(numbers) if column == "kv" else total
+    return total / max(1, len(numbers)) if column == "kv" else total
 
 
 def _look(style: LineStyle) -> dict[str, Any]:

@@ -127,6 +127,44 @@ def test_nothing_to_show_is_an_error_and_rows_alone_are_enough(tmp_path: Path) -
     assert "made &lt;here&gt;" in page.read_text(encoding="utf-8")
 
 
+def test_the_page_holds_its_tables_without_a_script(tmp_path: Path) -> None:
+    rows = [{"chunk_size": 1234, "note": "<b>", "tbt_s_p99": 0.0123456, "none": None}, {"chunk_size": 5, "ok": True}]
+    table = RowTable("two points", rows, ["chunk_size"], "what they are")
+    page = write_report(tmp_path / "report.html", question="What?", tables=[table])
+    before_scripts = page.read_text(encoding="utf-8").partition("<script")[0]
+    cells = re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", before_scripts)
+    assert cells[:4] == ["chunk size", "note", "tbt s p99", "ok"]
+    assert cells[4:] == ["1,234", "&lt;b&gt;", "0.01235", "-", "5", "-", "-", "true"]
+    assert "what they are" in before_scripts
+
+
+def test_best_is_said_only_among_runs_that_can_be_compared(trace: Trace, tmp_path: Path) -> None:
+    def marks(named: dict[str, RunTables]) -> tuple[list[str], str]:
+        text = write_report(tmp_path / "report.html", named, question="?").read_text(encoding="utf-8")
+        (caption,) = re.findall("<caption>(.*?)</caption>", text)
+        rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', text.partition('id="plots"')[0])
+        return [name.removesuffix(" *") for name, cells in rows if "<small>best" in cells], caption
+
+    chunked, other = run_of("chunked", trace), run_of("prefill_priority", trace)
+    bigger, live = run_of("chunked", trace, replicas=2), run_of("request_level", trace)
+    live.config["world"] = "live"
+    assert set(marks({"a": chunked, "b": other})[0]) == {"a", "b"}
+    named, caption = marks({"a": chunked, "b": other, "two": bigger, "live": live})
+    assert set(named) == {"a", "b"}
+    assert "Best is said only among runs of the same world" in caption
+    named, caption = marks({"a": chunked, "live": live})
+    assert not named
+    assert "No run is called best" in caption
+
+
+def test_a_run_of_which_nothing_finished_has_a_page(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    late = Trace("late", np.array([0, 0]), np.array([100, 100]), np.array([2, 2]), np.array([2, 2]))
+    run = run_of("chunked", late, max_model_len=16)
+    page = write_report(tmp_path / "report.html", {"none": run}, question="?")
+    assert not any(plot["traces"] for plot in data_of(page)["plots"] if plot["id"] in ("ttft", "tbt", "e2e"))
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")

@@ -58,7 +58,8 @@ function drawPlots() {
     // The table is made when somebody opens it: pages with many runs would be slow otherwise.
     details.addEventListener("toggle", () => { if (details.open && details.children.length < 2) details.append(tableOfTraces(plot)); });
     area.append(element("figure", {}, element("figcaption", {}, plot.title, element("small", {}, plot.says)), place, details));
-    drawPlot(place, plot.traces, plot.layout);
+    if (plot.traces.some((trace) => trace.x.length)) drawPlot(place, plot.traces, plot.layout);
+    else { place.className = "told"; place.textContent = "Nothing was measured: no request finished."; details.remove(); }
   }
 }
 
@@ -81,9 +82,9 @@ function select(label, options, chosen, changed) {
 }
 
 function exploreTable(table, number) {
-  const area = document.getElementById("table-area");
+  const area = document.getElementById("table-plot-" + number);
   const numbers = numeric(table);
-  const names = [...new Set(table.rows.flatMap((row) => Object.keys(row)))];
+  if (!numbers.length) return;
   const varying = table.axes.filter((name) => new Set(table.rows.map((row) => String(row[name]))).size > 1);
   const x = varying.find((name) => numbers.includes(name)) || varying[0] || numbers[0];
   const y = firstChoices.find((name) => numbers.includes(name)) || numbers.find((name) => name !== x && !table.axes.includes(name)) || x;
@@ -115,11 +116,7 @@ function exploreTable(table, number) {
   const [xLabel, xSelect] = select("Across", [...new Set([...table.axes, ...numbers])], x, draw);
   const [yLabel, ySelect] = select("Up", numbers, y, draw);
   const [byLabel, bySelect] = select("A line for each", ["", ...table.axes], by, draw);
-  const rows = table.rows.map((row) => names.map((name) => (row[name] === undefined ? null : row[name])));
-  area.append(
-    element("h3", {}, table.title), element("div", { class: "controls" }, xLabel, yLabel, byLabel), element("figure", {}, place),
-    element("p", {}, table.note), dataTable(names.map((name) => name.replaceAll("_", " ")), rows, table.title),
-  );
+  area.append(element("div", { class: "controls" }, xLabel, yLabel, byLabel), element("figure", {}, place));
   draw();
 }
 
