@@ -52,7 +52,7 @@ def comparison(runs: Mapping[str, RunTables]) -> str:
         caption += " * uncalibrated: costs rest on specifications alone."
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table>'
-        f"<caption>{caption}</caption>"
+        f"<caption><span>{caption}</span></caption>"
         f'<thead><tr><th scope="col">run</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
     )
 

@@ -67,7 +67,7 @@ def _tail(
     # The last percentile, 100, would lie at 0, which a logarithmic axis does not have.
     for trace in traces:
         trace["y"] = [max(value, 0.005) for value in trace["y"]]
-    percent = f"% {share.partition(' ')[2]}"
+    percent = f"% that {share.partition(' that ')[2]}"
     layout = {"xaxis": {"type": "log", "title": {"text": "seconds"}},
               "yaxis": {"type": "log", "title": {"text": percent}, "range": [-2.4, 2.05]}}  # fmt: skip
     return {"id": key, "title": title, "says": f"Each point: {share} than the time below it.", "traces": traces,

@@ -36,7 +36,7 @@ def tables_section(tables: Sequence[RowTable]) -> str:
 
 def _table(table: RowTable, number: int) -> str:
     columns = table.columns
-    head = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in columns)
+    head = "".join(_heading(name, [row.get(name) for row in table.rows]) for name in columns)
     body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in columns)}</tr>" for row in table.rows)
     title = escape(table.title)
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
@@ -45,6 +45,12 @@ def _table(table: RowTable, number: int) -> str:
         f'<div class="scroll tall" tabindex="0" role="region" aria-label="{title}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def _heading(name: str, values: Sequence[Any]) -> str:
+    words = any(isinstance(value, str | bool | list | dict) for value in values)
+    kind = ' class="text"' if words else ""
+    return f'<th scope="col"{kind}>{escape(name.replace("_", " "))}</th>'
 
 
 def _cell(value: Any) -> str:

@@ -141,7 +141,7 @@ def test_the_page_holds_its_tables_without_a_script(tmp_path: Path) -> None:
 def test_best_is_said_only_among_runs_that_can_be_compared(trace: Trace, tmp_path: Path) -> None:
     def marks(named: dict[str, RunTables]) -> tuple[list[str], str]:
         text = write_report(tmp_path / "report.html", named, question="?").read_text(encoding="utf-8")
-        (caption,) = re.findall("<caption>(.*?)</caption>", text)
+        (caption,) = re.findall("<caption><span>(.*?)</span></caption>", text)
         rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', text.partition('id="plots"')[0])
         return [name.removesuffix(" *") for name, cells in rows if "<small>best" in cells], caption
 
@@ -212,6 +212,32 @@ def test_the_page_opens_without_errors_on_a_phone_and_on_a_desk(
             "return seen.size"
         )
         assert painted > 5
+
+
+@pytest.mark.slow
+def test_a_run_of_which_nothing_finished_opens_and_says_so(browser: Any, tmp_path: Path) -> None:
+    late = Trace("late", np.array([0, 0]), np.array([100, 100]), np.array([2, 2]), np.array([2, 2]))
+    run = run_of("chunked", late, max_model_len=16)
+    open_at(browser, write_report(tmp_path / "report.html", {"none": run}, question="?"), 1280, 900)
+    assert browser.get_log("browser") == []
+    words = browser.execute_script("return document.querySelector('main').innerText")
+    assert words.count("no request finished") == 3
+    assert words.count("No batch ran") == 1
+    assert "NaN" not in words
+
+
+@pytest.mark.slow
+def test_a_point_without_a_value_is_not_left_out_in_silence(browser: Any, tmp_path: Path) -> None:
+    rows = [{"chunk": None, "rate": r, "y": 1.0} for r in (1, 2)] + [{"chunk": 5, "rate": r, "y": 2.0} for r in (1, 2)]
+    rows += [{"chunk": 6, "rate": 3, "y": 2.0}]
+    table = RowTable("points", rows, ["chunk", "rate"])
+    open_at(browser, write_report(tmp_path / "report.html", question="?", tables=[table]), 1280, 900)
+    across = browser.execute_script("return document.querySelector('#table-plot-0 select').value")
+    assert across == "rate"  # every point has it
+    browser.execute_script(
+        "const s = document.querySelector('#table-plot-0 select'); s.value = 'chunk'; s.dispatchEvent(new Event('change'))"
+    )
+    assert "2 of 5 rows are not drawn" in browser.execute_script("return document.querySelector('.left-out').textContent")
 
 
 @pytest.mark.slow

@@ -32,8 +32,11 @@
       ...facts.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, shown(value))))));
     const story = element("ol", { class: "story" }, ...request.story.map((line) => element("li", {}, line)));
     told.replaceChildren(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Facts of the request" }, table), element("h3", {}, "What happened"), story);
-    const gaps = request.gaps_us.map((gap) => gap / 1000);
-    drawPlot(document.getElementById("request-gaps"), [{ type: "bar", name: "gap", x: gaps.map((_, i) => i + 2), y: gaps, marker: { color: "#0072B2" } }],
+    const gaps = request.gaps_us.map((gap) => gap / 1000), place = document.getElementById("request-gaps");
+    // Fewer than two tokens have no gap between them.
+    place.closest("figure").hidden = !gaps.length;
+    if (!gaps.length) return;
+    drawPlot(place, [{ type: "bar", name: "gap", x: gaps.map((_, i) => i + 2), y: gaps, marker: { color: "#0072B2" } }],
       { xaxis: { title: { text: "token" } }, yaxis: { title: { text: "ms since the one before" }, rangemode: "tozero" }, bargap: 0 });
   }
   const step = (by) => { const next = chosen.selectedIndex + by; if (next >= 0 && next < chosen.options.length) { chosen.selectedIndex = next; tell(); } };

@@ -31,6 +31,11 @@ function axis(settings) {
 
 function drawPlot(place, traces, layout) {
   const full = Object.assign({}, plotLayout, layout, { xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis) });
+  // On a phone a legend takes a line a run: the plot grows, so that its own part stays as tall.
+  if (window.innerWidth < 600 && traces.length > 3) {
+    place.style.height = 260 + 20 * traces.length + "px";
+    full.legend = Object.assign({}, full.legend, { y: -0.3, entrywidth: 1, entrywidthmode: "fraction" });
+  }
   return Plotly.react(place, traces, full, plotConfig);
 }
 
@@ -58,7 +63,10 @@ function drawPlots() {
     // The table is made when somebody opens it: pages with many runs would be slow otherwise.
     details.addEventListener("toggle", () => { if (details.open && details.children.length < 2) details.append(tableOfTraces(plot)); });
     area.append(element("figure", {}, element("figcaption", {}, plot.title, element("small", {}, plot.says)), place, details));
-    if (plot.traces.some((trace) => trace.x.length)) drawPlot(place, plot.traces, plot.layout);
+    const stacked = plot.traces.length && plot.traces.every((trace) => trace.stackgroup);
+    if (stacked && !plot.traces.some((trace) => trace.y.some((value) => value > 0))) {
+      place.className = "told"; place.textContent = "No batch ran."; details.remove();
+    } else if (plot.traces.some((trace) => trace.x.length)) drawPlot(place, plot.traces, plot.layout);
     else { place.className = "told"; place.textContent = "Nothing was measured: no request finished."; details.remove(); }
   }
 }
@@ -86,10 +94,13 @@ function exploreTable(table, number) {
   const numbers = numeric(table);
   if (!numbers.length) return;
   const varying = table.axes.filter((name) => new Set(table.rows.map((row) => String(row[name]))).size > 1);
-  const x = varying.find((name) => numbers.includes(name)) || varying[0] || numbers[0];
+  // Across: the axis of numbers that most points have, since a point without a value cannot be drawn.
+  const without = (name) => table.rows.filter((row) => row[name] === null || row[name] === undefined).length;
+  const x = varying.filter((name) => numbers.includes(name)).sort((a, b) => without(a) - without(b))[0] || varying[0] || numbers[0];
   const y = firstChoices.find((name) => numbers.includes(name)) || numbers.find((name) => name !== x && !table.axes.includes(name)) || x;
   const by = varying.find((name) => name !== x) || "";
   const place = element("div", { class: "plot", role: "img", "aria-label": table.title });
+  const left = element("p", { class: "left-out", role: "status" });
   const draw = () => {
     const groups = new Map();
     for (const row of table.rows) {
@@ -98,7 +109,7 @@ function exploreTable(table, number) {
       groups.get(key).push(row);
     }
     const traces = [...groups].map(([key, rows], index) => {
-      const known = rows.filter((row) => typeof row[ySelect.value] === "number" && row[xSelect.value] !== null);
+      const known = rows.filter((row) => typeof row[ySelect.value] === "number" && row[xSelect.value] !== null && row[xSelect.value] !== undefined);
       known.sort((a, b) => (a[xSelect.value] > b[xSelect.value] ? 1 : -1));
       const colour = colours[index % colours.length];
       const low = known.map((row) => row[ySelect.value + "_low"]), high = known.map((row) => row[ySelect.value + "_high"]);
@@ -111,12 +122,14 @@ function exploreTable(table, number) {
       if (bars) trace.error_y = { type: "data", symmetric: false, array: high.map((v, i) => v - trace.y[i]), arrayminus: low.map((v, i) => trace.y[i] - v) };
       return trace;
     });
+    const missing = table.rows.length - traces.reduce((sum, trace) => sum + trace.x.length, 0);
+    left.textContent = missing ? `${missing} of ${table.rows.length} rows are not drawn: they have no ${xSelect.value} or no ${ySelect.value}.` : "";
     drawPlot(place, traces, { xaxis: { title: { text: xSelect.value } }, yaxis: { title: { text: ySelect.value }, rangemode: "tozero" } });
   };
   const [xLabel, xSelect] = select("Across", [...new Set([...table.axes, ...numbers])], x, draw);
   const [yLabel, ySelect] = select("Up", numbers, y, draw);
   const [byLabel, bySelect] = select("A line for each", ["", ...table.axes], by, draw);
-  area.append(element("div", { class: "controls" }, xLabel, yLabel, byLabel), element("figure", {}, place));
+  area.append(element("div", { class: "controls" }, xLabel, yLabel, byLabel), element("figure", {}, place), left);
   draw();
 }
 

@@ -198,7 +198,7 @@ const timeline = (() => {
     marked = new Set();
     markedRequest = null;
     const part = run.whole ? "The whole run." : `A part of the run, ${run.start_s.toFixed(2)} to ${run.end_s.toFixed(2)} s of ${run.run_s[0].toFixed(2)} to ${run.run_s[1].toFixed(2)} s, around its longest stall unless another was asked for.`;
-    const share = run.bubble_share === null ? "" : ` Bubbles take ${(100 * run.bubble_share).toFixed(1)} % of the time with work in flight, over the whole run.`;
+    const share = !Number.isFinite(run.bubble_share) ? "" : ` Bubbles take ${(100 * run.bubble_share).toFixed(1)} % of the time with work in flight, over the whole run.`;
     document.getElementById("timeline-window").textContent = part + share;
     canvas.setAttribute("aria-label", `Timeline of ${label}: ${lanes.length} lanes, ${run.batches.length} batches. ${part}`);
     legend();
