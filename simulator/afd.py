@@ -103,7 +103,9 @@ class AttentionFfnApart:
         self.tile = attention.tile
         self.kind = attention.kind if attention.kind == ffn.kind else f"{attention.kind} + {ffn.kind}"
         self.calibrated = attention.calibrated and ffn.calibrated
-        self.name = f"attention [{attention.name}] apart from FFN [{ffn.name}], {apart.micro_batches} micro-batches"
+        groups = f"attention [{attention.name}] apart from FFN [{ffn.name}]"
+        # Between the groups nothing was measured, however well the groups themselves were.
+        self.name = f"{groups}, {apart.micro_batches} micro-batches, transfers by the link's specification"
         self._row_ns = hidden_bytes / bytes_per_s * 1e9
         self._latency_ns = apart.link_latency_us * 1e3
         self._linear: dict[int, tuple[Ns, Ns]] = {}

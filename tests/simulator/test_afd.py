@@ -16,6 +16,7 @@ from simulator.config import ReplayConfig
 from simulator.engine import make_engine
 from simulator.simulation import replay
 from tests.simulator.constant_cost import trace_of
+from workloads import generate
 
 MODEL, GPU = "llama-3.1-70b", "h100"
 
@@ -154,3 +155,10 @@ def test_keys_and_values_and_their_links_belong_to_the_attention_group():
     # Peaks of a device: four of 3.35 TB/s and two of 4.8 TB/s.
     peaks = run_config(trace_of([(0, 8, 8)]), ClusterPlan.of(apart), {})["peaks"]
     assert peaks == {"peak_flops": 989.5e12, "peak_bytes_per_s": (4 * 3350e9 + 2 * 4800e9) / 6, "devices": 6}
+
+
+def test_a_run_says_that_its_groups_were_measured_and_the_link_between_them_was_not():
+    run = replay(generate(requests=3), model="llama-3.1-8b", gpu="h100", cost_model="auto", afd={"attention": 1, "ffn": 1})
+    assert run.config["calibrated"] is True
+    assert "fitted llama-3.1-8b h100" in run.config["cost_model"]
+    assert run.config["cost_model"].endswith("transfers by the link's specification")
