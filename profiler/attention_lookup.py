@@ -16,8 +16,12 @@ Quadrilinear = tuple[
 """The coefficients of a cell, as `attention_cells.polynomials` orders them."""
 
 DECODE_LIMIT = 1024
-GRAIN = 2.0**-20
+GRAIN = 2.0**-12
 """Nanoseconds that shares of the machine are counted in."""
+PACKED = 21
+"""Low bits of a share that hold its chunk's tokens, so that columns can tell whose the largest was. Of two equal shares
+the one with more tokens is then the larger."""
+PACKED_TOKENS = (1 << PACKED) - 1
 MOST_CELLS = 1 << 14
 """Cells of a chunk beside decodes kept as tuples (9 MB)."""
 
@@ -31,7 +35,7 @@ class AttentionLookup:
     beside_starts: of a chunk beside decodes, by tokens, prefix and decodes. beside(at): coefficients of such a cell;
         cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for. None: a
         chunk and decodes cost their sum.
-    shares: of the machine, by a chunk's tokens, in GRAINs; share_of(tokens) beyond them.
+    shares: of the machine, by a chunk's tokens, in GRAINs and PACKED; share_of(tokens) beyond them.
     uneven: what each token costs by which the longest sequence exceeds what the main one reaches.
     """
 
@@ -147,7 +151,7 @@ class AttentionLookup:
                 best, main_tokens, main_prefix = share, tokens, prefix
             if prefix + tokens > end:
                 end = prefix + tokens
-        return main_tokens, main_prefix, (total - best) * GRAIN, end
+        return main_tokens, main_prefix, (total - best >> PACKED) * GRAIN, end
 
 
 def _at(starts: list[int], coordinate: int) -> int:

@@ -16,13 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from profiler.attention_cells import Axis, evaluated, polynomials
 from profiler.attention_law import CONTEXT_STEP, BatchLaw
-from profiler.attention_lookup import DECODE_LIMIT, GRAIN, AttentionLookup
+from profiler.attention_lookup import DECODE_LIMIT, GRAIN, PACKED, PACKED_TOKENS, AttentionLookup
 from profiler.prefill_law import PrefillLaw
 
 Array = NDArray[np.float64]
+Column = NDArray[np.int64]
 
 TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
+MOST_SHARE = 2.0**62.9
+"""Packed shares that an int64 holds."""
 MOST_ALONE = 64
 """Measured coordinates along an axis that decodes alone, and chunks alone, take as knots: their tables are small."""
 _TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
@@ -118,14 +121,21 @@ class AttentionTables:
         wide, tall = self.contexts.cells, self.decodes.cells
         self._strides = (wide * tall * wide, tall * wide, wide)
         first, second, third = self._strides
-        self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
+        start, slope = self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
+        self._largest_share = (float(start.max()), float(slope.max()))
+        by_context = self.contexts.cell
+        self._chunk_starts = (self.chunks.cell * wide, by_context)
+        self._beside_starts = (
+            self.tokens.cell * first, by_context * second, self.decodes.cell * third, by_context,
+        )  # fmt: skip
         coefficients = self._beside
 
         def beside(at: int) -> Any:
             return tuple(coefficients[at].tolist())
 
         def share_of(tokens: int) -> Any:
-            return tuple(self._share_of(np.array(tokens)).tolist())
+            start, slope = self._share_of(np.array(tokens))
+            return int(start), int(slope)
 
         self.lookup = AttentionLookup(
             wide=self.alone.cells,
@@ -137,19 +147,20 @@ class AttentionTables:
             chunk_cells=_tuples(self._chunk),
             beside_starts=(self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third)),
             beside=beside if self.fused else None,
-            shares=_tuples(self._shares.T),
+            shares=list(zip(start.tolist(), slope.tolist(), strict=True)),
             share_of=share_of,
             uneven=self._uneven,
         )
 
-    def _share_of(self, tokens: Any) -> NDArray[np.int64]:
+    def _share_of(self, tokens: Any) -> tuple[Column, Column]:
         """A chunk's share of the machine: an intercept and a slope over its prefix, by its tokens; in whole GRAINs, so
-        that the order of a sum does not matter."""
+        that the order of a sum does not matter, and PACKED."""
         rows = self._query_rows
         blocks = (tokens + (rows - 1)) // rows
         start = blocks * (self._share_block + self._share_step * (0.5 * tokens + 0.5 * rows))
         line = np.stack([start + self._share_token * tokens, blocks * self._share_step])
-        return np.asarray(np.rint(line / GRAIN), np.int64)
+        packed = np.asarray(np.rint(line / GRAIN), np.int64) << PACKED
+        return packed[0] + tokens, packed[1]
 
     def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
         """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
@@ -168,7 +179,7 @@ class AttentionTables:
 
     # --- vector ------------------------------------------------------------------------------------------------------
 
-    def decode_ns_of(self, decodes: NDArray[np.int64], total: NDArray[np.int64], largest: NDArray[np.int64]) -> Array:
+    def decode_ns_of(self, decodes: Column, total: Column, largest: Column) -> Array:
         """`lookup.decode_ns` of many batches, each with at least one decode."""
         mean = total / decodes
         row = np.minimum(decodes, DECODE_LIMIT)
@@ -179,74 +190,135 @@ class AttentionTables:
             return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
         return ns
 
-    def chunk_ns_of(self, tokens: NDArray[np.int64], prefix: NDArray[np.int64]) -> Array:
+    def chunk_ns_of(self, tokens: Column, prefix: Column) -> Array:
         """`lookup.chunk_ns` of many chunks."""
-        cells = self.chunks.of(tokens) * self.contexts.cells + self.contexts.of(prefix)
-        return evaluated(self._chunk, cells, (tokens, prefix))
+        by_tokens, by_prefix = self._chunk_starts
+        cells = by_tokens.take(tokens, mode="clip")
+        cells += by_prefix.take(prefix, mode="clip")
+        return evaluated(self._chunk, cells, (tokens.astype(float), prefix.astype(float)))
 
     def batch_ns_of(
-        self,
-        tokens: NDArray[np.int64],
-        prefix: NDArray[np.int64],
-        offsets: NDArray[np.int64],
-        decodes: NDArray[np.int64],
-        total: NDArray[np.int64],
-        largest: NDArray[np.int64],
-    ) -> Array:
-        """`lookup.batch_ns` of many batches, each with at least one chunk; chunks as in ShapeColumns."""
+        self, tokens: Column, prefix: Column, offsets: Column, decodes: Column, total: Column, largest: Column
+    ) -> tuple[Array, Column]:
+        """`lookup.batch_ns` of many batches, each with at least one chunk (as in ShapeColumns); and the tokens of each
+        one's chunks."""
         further: Array | None = None
-        if len(tokens) == len(decodes):
-            end = reach = prefix + tokens
+        end: Column | None = None
+        prompts = tokens
+        if len(tokens) > len(decodes):
+            if self._uneven:
+                end = np.maximum.reduceat(prefix + tokens, offsets[:-1])
+            main = self._main_chunks(tokens, prefix, offsets, int((prefix if end is None else end).max()))
+            if main is None:
+                return self._one_by_one(tokens, prefix, offsets, decodes, total, largest)
+            tokens, prefix, further, prompts = main
+        mixed = self._beside_ns_of if self.fused else self._apart_ns_of
+        if decodes.all():
+            ns = mixed(tokens, prefix, further, end, decodes, total, largest)
         else:
-            tokens, prefix, further, end = self._main_chunks(tokens, prefix, offsets)
-            reach = prefix + tokens
-        ns = np.empty(len(decodes))
-        beside = decodes > 0
-        if beside.all():
-            some: Any = slice(None)
-        else:
-            alone = ~beside
-            ns[alone] = self.chunk_ns_of(tokens[alone], prefix[alone])
-            some = beside
-        if beside.any():
-            t, p, n, all_of_them, longest = tokens[some], prefix[some], decodes[some], total[some], largest[some]
-            if not self.fused:
-                apart = self.chunk_ns_of(t, p) if further is None else self.chunk_ns_of(t, p) + further[some]
-                ns[some] = apart + self.decode_ns_of(n, all_of_them, longest)
-            else:
-                mean = all_of_them / n
-                ns[some] = self._beside_ns_of(t, p, n, mean)
-                reach = reach.astype(float)
-                reach[some] = np.maximum(reach[some], mean)
-                end = end.copy()
-                end[some] = np.maximum(end[some], longest)
-        if self.fused:
-            ns += self._uneven * np.maximum(end - reach, 0.0)
-            return ns if further is None else ns + further
+            ns = np.empty(len(decodes))
+            beside, alone = np.flatnonzero(decodes), np.flatnonzero(decodes == 0)
+            ns[alone] = self._alone_ns_of(*_some(alone, tokens, prefix, further, end))
+            if len(beside):
+                ns[beside] = mixed(*_some(beside, tokens, prefix, further, end, decodes, total, largest))
+        return ns, prompts
+
+    def _alone_ns_of(self, tokens: Column, prefix: Column, further: Array | None, end: Column | None) -> Array:
+        """Main chunks of batches without decodes, with what the others add."""
+        ns = self.chunk_ns_of(tokens, prefix)
+        if end is not None:
+            ns += self._uneven * (end - (prefix + tokens))
         if further is not None:
-            ns = np.where(beside, ns, ns + self._uneven * np.maximum(end - reach, 0.0) + further)
+            ns += further
         return ns
 
-    def _main_chunks(self, tokens: Any, prefix: Any, offsets: Any) -> tuple[Any, Any, Array, Any]:
-        """The main chunk (`lookup`) of many batches."""
-        starts, sizes = offsets[:-1], np.diff(offsets)
-        inside = tokens.max() <= TOKEN_LIMIT
-        share, slope = self._shares.take(tokens, axis=1) if inside else self._share_of(tokens)
-        share += slope * prefix
-        best = np.maximum.reduceat(share, starts)
-        main = np.flatnonzero(share == np.repeat(best, sizes))
-        if len(main) > len(starts):
-            main = main[np.searchsorted(main, starts)]
-        further = (np.add.reduceat(share, starts) - best) * GRAIN
-        return tokens[main], prefix[main], further, np.maximum.reduceat(prefix + tokens, starts)
+    def _apart_ns_of(
+        self, tokens: Column, prefix: Column, further: Array | None, end: Column | None, decodes: Column, total: Column,
+        largest: Column,
+    ) -> Array:  # fmt: skip
+        """Chunks and decodes as if they ran one after the other."""
+        return self._alone_ns_of(tokens, prefix, further, None) + self.decode_ns_of(decodes, total, largest)
 
-    def _beside_ns_of(self, tokens: Any, prefix: Any, decodes: Any, mean: Any) -> Array:
-        first, second, third = self._strides
-        cells = self.tokens.of(tokens) * first
-        cells += self.contexts.of(prefix) * second
-        cells += self.decodes.of(decodes) * third
-        cells += self.contexts.of(mean)
-        return evaluated(self._beside, cells, (tokens, prefix, decodes, mean))
+    def _beside_ns_of(
+        self, tokens: Column, prefix: Column, further: Array | None, end: Column | None, decodes: Column, total: Column,
+        largest: Column,
+    ) -> Array:  # fmt: skip
+        """Chunks and decodes in one kernel."""
+        mean = total / decodes
+        by_tokens, by_prefix, by_decodes, by_context = self._beside_starts
+        cells = by_tokens.take(tokens, mode="clip")
+        cells += by_prefix.take(prefix, mode="clip")
+        cells += by_decodes.take(decodes, mode="clip")
+        cells += by_context.take(mean.astype(np.int64), mode="clip")
+        # As floats, or each product would convert them anew.
+        ns = evaluated(self._beside, cells, (tokens.astype(float), prefix.astype(float), decodes.astype(float), mean))
+        if self._uneven:
+            reach = prefix + tokens
+            beyond = np.maximum(largest, reach if end is None else end) - np.maximum(mean, reach)
+            np.maximum(beyond, 0.0, out=beyond)
+            beyond *= self._uneven
+            ns += beyond
+        if further is not None:
+            ns += further
+        return ns
+
+    def _main_chunks(
+        self, tokens: Column, prefix: Column, offsets: Column, furthest: int
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """Tokens and prefix of each batch's main chunk, what the others cost, and all tokens; None where shares
+        overflow.
+
+        furthest: no prefix is longer. A share ends with its chunk's tokens (`PACKED`): the largest says which chunk it
+        was, and its prefix is what is left of it, an exact division.
+        """
+        shares_of, most = self._shares_of, self._largest_share
+        try:
+            start, slope = shares_of(tokens)
+        except IndexError:
+            shares_of = self._share_of
+            start, slope = shares_of(tokens)
+            most = (float(start.max()), float(slope.max()))
+        if most[0] + most[1] * furthest >= MOST_SHARE:
+            return None
+        slope *= prefix
+        slope += start
+        share = slope
+        best = np.maximum.reduceat(share, offsets[:-1])
+        if float(best.max()) * float((offsets[1:] - offsets[:-1]).max()) >= MOST_SHARE:
+            return None
+        sums = np.empty(len(share) + 1, np.int64)
+        sums[0] = 0
+        np.cumsum(share, out=sums[1:])
+        at = sums.take(offsets)
+        rest = at[1:] - at[:-1]
+        rest -= best
+        main = best & PACKED_TOKENS
+        start, slope = shares_of(main)
+        if not slope.all():
+            return None
+        best -= start
+        prompts = rest & PACKED_TOKENS
+        prompts += main
+        rest >>= PACKED
+        return main, (best / slope).astype(np.int64), rest * GRAIN, prompts
+
+    def _shares_of(self, tokens: Column) -> tuple[Column, Column]:
+        start, slope = self._shares
+        return start.take(tokens), slope.take(tokens)
+
+    def _one_by_one(
+        self, tokens: Column, prefix: Column, offsets: Column, decodes: Column, total: Column, largest: Column
+    ) -> tuple[Array, Column]:
+        """The scalar twin's word, for batches that no engine runs: chunks of no token, seconds of attention a layer."""
+        chunks = list(zip(tokens.tolist(), prefix.tolist(), strict=True))
+        ends, one = offsets.tolist(), self.lookup.batch_ns
+        rest = zip(decodes.tolist(), total.tolist(), largest.tolist(), strict=True)
+        ns = np.array([one(chunks[ends[i] : ends[i + 1]], *batch) for i, batch in enumerate(rest)])
+        return ns, np.add.reduceat(tokens, offsets[:-1])
+
+
+def _some(at: Column, *columns: Any) -> list[Any]:
+    return [None if column is None else column.take(at) for column in columns]
 
 
 def _tuples(table: NDArray[Any]) -> list[Any]:

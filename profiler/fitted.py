@@ -25,7 +25,7 @@ MAX_ROWS = 1 << 20
 WORTH_AN_ARRAY = 96
 
 # So many shapes are evaluated at once: their columns stay in a processor's cache.
-BLOCK = 2048
+BLOCK = 8192
 
 
 class FittedModel:
@@ -213,7 +213,7 @@ class FittedModel:
         counts = np.full(steps, decodes, np.int64)
         if chunks:
             one = np.array(chunks, np.int64)
-            attention = self._attention.batch_ns_of(
+            attention, _ = self._attention.batch_ns_of(
                 np.tile(one[:, 0], steps),
                 np.tile(one[:, 1], steps),
                 np.arange(steps + 1, dtype=np.int64) * len(chunks),
@@ -228,45 +228,46 @@ class FittedModel:
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
         columns = ShapeColumns.of(shapes)
-        if not len(columns):
-            return np.zeros(0, np.int64)
-        rows = columns.rows
-        self._reach(stage, int(rows.max()), int(columns.sampled.max()))
-        ns = self._rows_column[stage][rows]
-        if stage == self.stages - 1:
-            ns = ns + self._sampled_column[columns.sampled]
-        return ns + (self._attention_of(columns) * self.engine.layer_split[stage] + 0.5).astype(np.int64)
-
-    def _attention_of(self, columns: ShapeColumns) -> NDArray[np.float64]:
-        """One layer's attention of every batch, ns; 0 for a batch without any."""
         count = len(columns)
-        if count > BLOCK:
-            starts = range(0, count, BLOCK)
-            return np.concatenate([self._attention_of(columns.part(at, min(at + BLOCK, count))) for at in starts])
-        attention = np.zeros(count)
-        with_chunks = columns.has_chunks
-        alone = ~with_chunks & (columns.decodes > 0)
+        ns = np.empty(count, np.int64)
+        for start in range(0, count, BLOCK):
+            block = columns.part(start, min(start + BLOCK, count))
+            attention, rows = self._attention_of(block)
+            attention *= self.engine.layer_split[stage]
+            attention += 0.5
+            rows = np.maximum(rows + block.dummy_tokens, block.executed_rows)
+            sampled = block.sampled
+            self._reach(stage, int(rows.max()), int(sampled.max()))
+            of_block = self._rows_column[stage].take(rows)
+            of_block += attention.astype(np.int64)
+            if stage == self.stages - 1:
+                of_block += self._sampled_column.take(sampled)
+            ns[start : start + BLOCK] = of_block
+        return ns
+
+    def _attention_of(self, columns: ShapeColumns) -> tuple[NDArray[np.float64], Column]:
+        """One layer's attention of every batch, ns (0 for a batch without any), and its useful tokens."""
         counts, total, largest = columns.decodes, columns.decode_context_total, columns.decode_context_max
+        tokens, prefix, offsets = columns.chunk_tokens, columns.chunk_prefix, columns.chunk_offsets
+        if not len(tokens) and counts.all():
+            return self._attention.decode_ns_of(counts, total, largest), counts
+        with_chunks = columns.has_chunks
         if with_chunks.all():
-            return self._attention.batch_ns_of(
-                columns.chunk_tokens, columns.chunk_prefix, columns.chunk_offsets, counts, total, largest
+            attention, prompts = self._attention.batch_ns_of(tokens, prefix, offsets, counts, total, largest)
+            return attention, prompts + counts
+        attention, rows = np.zeros(len(columns)), counts.copy()
+        some = np.flatnonzero(with_chunks)
+        if len(some):
+            # A batch without chunks ends where the next one starts.
+            offsets = np.append(offsets.take(some), offsets[-1])
+            attention[some], prompts = self._attention.batch_ns_of(
+                tokens, prefix, offsets, counts.take(some), total.take(some), largest.take(some)
             )
-        if alone.all():
-            return self._attention.decode_ns_of(counts, total, largest)
-        if alone.any():
-            attention[alone] = self._attention.decode_ns_of(counts[alone], total[alone], largest[alone])
-        if with_chunks.any():
-            sizes = np.diff(columns.chunk_offsets)[with_chunks]
-            offsets = np.concatenate([[0], np.cumsum(sizes)])
-            attention[with_chunks] = self._attention.batch_ns_of(
-                columns.chunk_tokens,
-                columns.chunk_prefix,
-                offsets,
-                counts[with_chunks],
-                total[with_chunks],
-                largest[with_chunks],
-            )
-        return attention
+            rows[some] += prompts
+        some = np.flatnonzero(counts > with_chunks * counts)
+        if len(some):
+            attention[some] = self._attention.decode_ns_of(counts.take(some), total.take(some), largest.take(some))
+        return attention, rows
 
     def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
         """Operators over all stages, host and sends; sums exactly to host_ns + all stage_ns + all send_ns."""

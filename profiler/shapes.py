@@ -48,12 +48,12 @@ class ShapeColumns:
                 f"shapes: found {type(shapes).__name__}, expected a sequence of BatchShape or ShapeColumns"
             )
         n = len(shapes)
-        flat = np.fromiter(chain.from_iterable(shape[1:] for shape in shapes), np.int64, 6 * n).reshape(n, 6)
+        flat = np.fromiter(chain.from_iterable(shape[1:] for shape in shapes), np.int64, 6 * n).reshape(n, 6).T.copy()
         offsets = np.zeros(n + 1, np.int64)
         np.cumsum(np.fromiter((len(shape[0]) for shape in shapes), np.int64, n), out=offsets[1:])
         pairs = chain.from_iterable(chain.from_iterable(shape[0] for shape in shapes))
-        chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2)
-        return cls(chunks[:, 0], chunks[:, 1], offsets, *(flat[:, column] for column in range(6)))
+        chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2).T.copy()
+        return cls(chunks[0], chunks[1], offsets, *flat)
 
     @classmethod
     def of_iterations(cls, table: Any) -> ShapeColumns:
@@ -97,7 +97,8 @@ class ShapeColumns:
         """Sums of a per-chunk integer column over each batch's chunks."""
         sums = np.zeros(len(chunk_values) + 1, np.int64)
         np.cumsum(chunk_values, out=sums[1:])
-        return sums[self.chunk_offsets[1:]] - sums[self.chunk_offsets[:-1]]
+        at = sums.take(self.chunk_offsets)
+        return at[1:] - at[:-1]
 
     @cached_property
     def has_chunks(self) -> NDArray[np.bool_]:

@@ -90,6 +90,25 @@ def test_scalar_vector_and_repeated_forms_give_equal_integers(batch: list[BatchS
         assert fitted.repeat_ns(shape, 200, stage)[:90].tolist() == fitted.repeat_ns(shape, 90, stage).tolist()
 
 
+@pytest.mark.parametrize("gpu", ["rtx4090", "rtxpro6000", "a6000", "a100", "h100", "h200"])
+def test_columns_find_the_main_chunk_that_scalars_find(gpu: str) -> None:
+    fitted = model(gpu)
+    usual = [(512, 4000), (300, 100), (37, 9000), (64, 0)]
+    batches = {
+        "several sizes": [usual[: 1 + at % 4] for at in range(9)],
+        "equal chunks": [usual, [(100, 700)] * 3, [(64, 128), (128, 0), (64, 128)]],
+        "chunks longer than the table": [usual, [(20_000, 5), (30_000, 0)]],
+        "chunks of no token": [usual, [(0, 900), (0, 800)], [(0, 5), (7, 5)]],
+        "shares that an integer cannot hold": [usual, [(16_000, 2_000_000)] * 60],
+    }
+    for name, chunks in batches.items():
+        for decodes, context, longest in ((0, 0, 0), (3, 3000, 1500), (40, 80_000, 12_000)):
+            mixture = [BatchShape(tuple(each), decodes, context, longest, 0, 1) for each in chunks]
+            mixture += [BatchShape((), 5, 5000, 1200, 0, 5), BatchShape((), 0, 0, 0, 8, 0)]
+            mixture = [shape for pair in zip(mixture, mixture[::-1], strict=True) for shape in pair]
+            assert fitted.predict_ns(mixture).tolist() == [fitted.stage_ns(shape) for shape in mixture], name
+
+
 @settings(max_examples=60, deadline=None)
 @given(shapes())
 def test_one_call_for_an_iteration_gives_the_same_numbers(shape: BatchShape) -> None:
