@@ -77,6 +77,8 @@ def compare_command(
     profile: Annotated[Path, typer.Argument(help="profile (.parquet or .csv) of one device")],
     gpu: Annotated[str | None, typer.Option(help="name in the hardware table; found from the device name")] = None,
     only: Annotated[str, typer.Option(help="structures whose name contains this, e.g. mixed")] = "",
+    scattered: Annotated[bool, typer.Option("--scattered", help="leave single GEMMs out instead, at random")] = False,
+    beside: Annotated[Path | None, typer.Option(help="with --scattered: a card with equal processors")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """Hold laws, tables, boosting, Gaussian processes and a forest beside each other on structures left out."""
@@ -86,7 +88,16 @@ def compare_command(
     from profiler.compare import compare, text
     from profiler.profile import read_profile
 
+    if (only and scattered) or (beside is not None and not scattered):
+        raise ProfileError("--beside needs --scattered, which --only does not go with")
     table = read_profile(profile)
+    if scattered:
+        from profiler import scattered_gemms
+
+        other = None if beside is None else read_profile(beside)
+        singles = scattered_gemms.scattered(table, _hardware_of(table, profile, gpu), other)
+        print(json.dumps([asdict(row) for row in singles], indent=2) if as_json else scattered_gemms.text(singles))
+        return
     found = compare(table, _hardware_of(table, profile, gpu), only)
     if not found:
         raise ProfileError(f"{profile}: no structure to leave out is called {only!r}")
