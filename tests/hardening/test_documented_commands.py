@@ -71,6 +71,7 @@ ELSEWHERE = {
     r"--engine ray": ("tests/experiments/test_sweep.py", "ray"),
     r"executor\.kernel_build": ("tests/executor/test_triton_kernels.py", '"executor.kernel_build", "90"'),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
+    r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
     r"profiler refine": ("tests/profiler/test_fit.py", '["refine", '),
 }
 """What another test runs: pattern -> that test, and the words by which it does."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,10 +13,11 @@ from profiler.compare import Structure, _compared, text
 from profiler.errors import ProfileError
 from profiler.gemm_law import GemmLaw
 from profiler.hardware import load_hardware
-from profiler.profile import Profile, make_profile
+from profiler.profile import Profile, make_profile, write_profile
 from profiler.residuals import GaussianProcess
 from profiler.scattered_gemms import STRUCTURE, scattered
 from profiler.scattered_gemms import text as singles_text
+from tests.hardening.command_line import run
 
 WIDE = [512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
@@ -65,6 +69,21 @@ def test_what_single_shapes_are_missed_by_is_noise_unless_another_card_repeats_i
     assert found["trees"].median > 0.02
     assert found["boosting, shown that time"].median < found["boosting"].median / 2
     assert "the other card's time" in singles_text(repeated)
+
+
+def test_the_command_leaves_single_shapes_out_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.parquet", tmp_path / "other.parquet"
+    write_profile(kernel_table(1, 0.05, 0.0), one)
+    write_profile(kernel_table(2, 0.05, 0.0), other)
+    ended = run("profiler", "compare", one, "--scattered", "--beside", other, "--json")
+    rows = json.loads(ended.out)
+    assert ended.code == 0
+    assert {row["structure"] for row in rows} >= {STRUCTURE, "16 to 128 rows"}
+    assert max(row["p95"] for row in rows if row["method"] == "the other card's time") < 1e-3
+    for arguments in (["--beside", other], ["--scattered", "--only", "gemm"]):
+        refused = run("profiler", "compare", one, *arguments)
+        assert refused.code == 2
+        assert "--scattered" in refused.err
 
 
 def test_single_shapes_are_left_out_of_grids_only() -> None:
