@@ -104,7 +104,7 @@ def figures(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to draw together.")],
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
 ) -> None:
-    """Draw latency CDFs, load over time and batch composition of one or more runs (PDF and PNG)."""
+    """Draw latency CDFs, load over time, batch composition and the bubbles of pipelines (PDF and PNG)."""
     from metrics.figures import draw_all
     from metrics.run_folder import read_run
 

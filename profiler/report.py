@@ -168,21 +168,32 @@ def _errors(figure: Any, fit: DeviceFit) -> None:
     axes.legend(frameon=False)
 
 
+_LOOKS: tuple[dict[str, Any], ...] = tuple(
+    {"color": colour, "linestyle": dashes}
+    for colour, dashes in (
+        ("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#E69F00", (0, (5, 1, 1, 1, 1, 1))),
+        ("#000000", (0, (6, 2))),
+    )
+)  # fmt: skip
+"""Told apart by colour-blind readers, and in grey by dashes."""
+
+
 def _operators(figure: Any, fit: DeviceFit) -> None:
     left, right = figure.subplots(1, 2)
     gemms = [curve for curve in fit.curves if min(curve.n, curve.k) >= 1024 and curve.operator != BETWEEN]
-    for curve in gemms[:: max(1, len(gemms) // 6)][:6]:
+    for curve, look in zip(gemms[:: max(1, len(gemms) // 6)][:6], _LOOKS):
         rows = np.unique(np.geomspace(1, curve.rows[-1], 400).astype(int))
-        left.plot(rows, fit.gemm_us(curve, rows), linewidth=0.9, label=f"{curve.n} x {curve.k}")
+        left.plot(rows, fit.gemm_us(curve, rows), linewidth=0.9, label=f"{curve.n} x {curve.k}", **look)
         left.plot(curve.rows, curve.us, ".", markersize=1.5, color="#555555")
-    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GEMM (us); dots: the table's")
+    left.set(xscale="log", yscale="log", xlabel="rows", ylabel="GEMM (µs); dots: the table's")
     layouts = [*fit.attention] or [family.for_layout(32, 8) for family in fit.families if family.group == 4]
     context = np.unique(np.geomspace(16, 16384, 200).astype(int))
-    for decodes in (1, 8, 32, 128):
+    for decodes, look in zip((1, 8, 32, 128), _LOOKS):
         if layouts:
             right.plot(
-                context, layouts[0].decode_us(decodes, context, typical=True), linewidth=0.9, label=f"{decodes} decodes"
-            )
-    right.set(xscale="log", yscale="log", xlabel="context", ylabel="decode attention of a layer (us)")
+                context, layouts[0].decode_us(decodes, context, typical=True), linewidth=0.9,
+                label=f"{decodes} decode{'s' if decodes > 1 else ''}", **look,
+            )  # fmt: skip
+    right.set(xscale="log", yscale="log", xlabel="context", ylabel="decode attention of a layer (µs)")
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=6)

@@ -31,14 +31,19 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
         gaps.plot(times, 1 - np.exp(-numbers["rate"] * times), color=_GREY, ls="--", lw=1, label="Poisson")
     gaps.set(xlabel="gap between arrivals (s)", ylabel="share of gaps", xscale="log")
     _distribution(lengths, trace.prompt_tokens, "prompt", _BLUE)
-    _distribution(lengths, trace.output_tokens, "output", _ORANGE)
+    _distribution(lengths, trace.output_tokens, "output", _ORANGE, "--")
     lengths.set(xlabel="tokens", ylabel="share of requests", xscale="log")
     for axes in (gaps, lengths):
         axes.set_ylim(0, 1)
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
+        else:
+            axes.text(0.5, 0.5, "no gaps: all requests arrive at once", transform=axes.transAxes, ha="center")
     rows = np.linspace(0, len(trace) - 1, min(len(trace), _MOST_POINTS)).astype(np.int64)
     pairs.scatter(trace.prompt_tokens[rows], trace.output_tokens[rows], s=3, alpha=0.3, color=_BLUE, rasterized=True)
     pairs.set(xlabel="prompt tokens", ylabel="output tokens", xscale="log", yscale="log")
+    for axis in (gaps.xaxis, lengths.xaxis, pairs.xaxis, pairs.yaxis):
+        _whole_decades(axis)
     for axes in (rate, gaps, lengths, pairs):
         axes.spines[["top", "right"]].set_visible(False)
     ratio = numbers["pd_ratio"]
@@ -59,7 +64,17 @@ def _rate_over_time(axes, trace: Trace) -> None:  # type: ignore[no-untyped-def]
     axes.set(xlabel="time (s)", ylabel="requests per second", xlim=(0, span_s), ylim=(0, None))
 
 
-def _distribution(axes, values, label: str, color: str) -> None:  # type: ignore[no-untyped-def]
+def _whole_decades(axis) -> None:  # type: ignore[no-untyped-def]
+    """From one power of ten to another, these alone with labels: between them labels would touch."""
+    from matplotlib.ticker import NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    axis.set_view_interval(10.0 ** np.floor(np.log10(low)), 10.0 ** np.ceil(np.log10(high)), ignore=True)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _distribution(axes, values, label: str, color: str, dashes: str = "-") -> None:  # type: ignore[no-untyped-def]
     ordered = np.sort(values[values > 0])
     if len(ordered):
-        axes.step(ordered, np.arange(1, len(ordered) + 1) / len(ordered), where="post", color=color, label=label)
+        shares = np.arange(1, len(ordered) + 1) / len(ordered)
+        axes.step(ordered, shares, where="post", color=color, ls=dashes, label=label)

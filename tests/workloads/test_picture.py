@@ -1,0 +1,38 @@
+"""The picture of a trace: its logarithmic axes can be read whatever the trace holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pytest
+
+from workloads import generate
+from workloads.picture import draw
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("requests", "prompt", "output"),
+    [(30, "fixed:512", "fixed:64"), (1, "fixed:100", "fixed:1"), (60, "uniform:90,400", "fixed:2")],
+)  # fmt: skip
+def test_labels_stand_at_whole_powers_of_ten_and_at_two_of_them_at_least(
+    requests: int, prompt: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    original = matplotlib.figure.Figure
+
+    def kept(*args: Any, **options: Any) -> Any:
+        made.append(original(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(matplotlib.figure, "Figure", kept)
+    draw(generate(requests=requests, arrivals="uniform:4", prompt=prompt, output=output, seed=1), tmp_path / "p.png")
+    monkeypatch.undo()
+    _, gaps, lengths, pairs = made[0].axes
+    for axis in (gaps.xaxis, lengths.xaxis, pairs.xaxis, pairs.yaxis):
+        low, high = axis.get_view_interval()
+        inside = [at for at in axis.get_majorticklocs() if 0.999 * low <= at <= 1.001 * high]
+        assert len(inside) >= 2
+        assert not any(label.get_text() for label in axis.get_minorticklabels())
