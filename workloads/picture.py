@@ -47,7 +47,8 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
     for axes in (rate, gaps, lengths, pairs):
         axes.spines[["top", "right"]].set_visible(False)
     ratio = numbers["pd_ratio"]
-    figure.suptitle(f"{trace.name}: {len(trace):,} requests in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
+    count = f"{len(trace):,} request{'' if len(trace) == 1 else 's'}"
+    figure.suptitle(f"{trace.name}: {count} in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
     with whole_file(path, TraceError) as scratch:
         try:
             figure.savefig(scratch, dpi=150)
@@ -58,10 +59,14 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
 
 def _rate_over_time(axes, trace: Trace) -> None:  # type: ignore[no-untyped-def]
     arrival_s = trace.arrival_ns / NS_PER_S
-    span_s = max(float(arrival_s[-1]), 1e-9)
+    span_s = float(arrival_s[-1])
+    axes.set(xlabel="time (s)", ylabel="requests per second")
+    if span_s <= 0:
+        axes.text(0.5, 0.5, "no rate: all requests arrive at once", transform=axes.transAxes, ha="center")
+        return
     counts, edges = np.histogram(arrival_s, bins=min(max(len(trace) // 20, 1), 120), range=(0, span_s))
     axes.stairs(counts / np.diff(edges), edges, color=_BLUE, fill=True, alpha=0.6)
-    axes.set(xlabel="time (s)", ylabel="requests per second", xlim=(0, span_s), ylim=(0, None))
+    axes.set(xlim=(0, span_s), ylim=(0, None))
 
 
 def _whole_decades(axis) -> None:  # type: ignore[no-untyped-def]
@@ -76,5 +81,6 @@ def _whole_decades(axis) -> None:  # type: ignore[no-untyped-def]
 def _distribution(axes, values, label: str, color: str, dashes: str = "-") -> None:  # type: ignore[no-untyped-def]
     ordered = np.sort(values[values > 0])
     if len(ordered):
-        shares = np.arange(1, len(ordered) + 1) / len(ordered)
-        axes.step(ordered, shares, where="post", color=color, ls=dashes, label=label)
+        # From below the first value, so that a single one is a line too.
+        shares = np.arange(len(ordered) + 1) / len(ordered)
+        axes.step(np.concatenate([ordered[:1], ordered]), shares, where="post", color=color, ls=dashes, label=label)

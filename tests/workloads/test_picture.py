@@ -30,7 +30,9 @@ def test_labels_stand_at_whole_powers_of_ten_and_at_two_of_them_at_least(
     monkeypatch.setattr(matplotlib.figure, "Figure", kept)
     draw(generate(requests=requests, arrivals="uniform:4", prompt=prompt, output=output, seed=1), tmp_path / "p.png")
     monkeypatch.undo()
-    _, gaps, lengths, pairs = made[0].axes
+    rate, gaps, lengths, pairs = made[0].axes
+    assert bool(rate.texts) == (requests == 1)  # one moment has no rate
+    assert all(line.get_ydata()[0] == 0 and line.get_ydata()[-1] == 1 for line in lengths.lines)
     for axis in (gaps.xaxis, lengths.xaxis, pairs.xaxis, pairs.yaxis):
         low, high = axis.get_view_interval()
         inside = [at for at in axis.get_majorticklocs() if 0.999 * low <= at <= 1.001 * high]
