@@ -30,7 +30,7 @@ from simulator.printing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from simulator.simulation import Run
     from workloads import Trace
@@ -73,7 +73,9 @@ def replay_command(
     if runs:
         if out is not None or report is not None:
             raise SimulationError("--runs prints intervals and keeps no run: it does not go with --out or --report")
-        print_intervals(o.read_options_trace(trace, reading, settings.seed), settings, runs, as_json)
+        workload = o.read_options_trace(trace, reading, settings.seed)
+        _say_notes(workload, [settings], as_json)
+        print_intervals(workload, settings, runs, as_json)
         return
     window = _timeline_window(timeline, follow)
     done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
@@ -145,6 +147,7 @@ def advise_command(
         slo = slo or ",".join(f"{key}={bound:g}" for key, bound in chosen.slo.items())
     else:
         workload = o.read_options_trace(trace, reading, settings.seed)
+    _say_notes(workload, [settings], as_json)
     advice = advise(workload, settings, slo=slo, progress=None if as_json else say_trying)
     if out is not None:
         run_chosen(workload, advice).write(out)
@@ -201,6 +204,9 @@ def _compare_draws(
     first = next(iter(settings.values())).seed
     recorded = None if reading.arrivals else o.read_options_trace(path, reading, first)
 
+    seen = recorded if recorded is not None else o.read_options_trace(path, reading, first)
+    _say_notes(seen, settings.values(), as_json)
+
     def draw(number: int) -> Trace:
         if recorded is None:
             return o.read_options_trace(path, reading, first + number)
@@ -245,8 +251,7 @@ def _replay_all(
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
         make_cluster_plan(config, trace)
-    for note in [] if quiet else trace.notes:
-        print(f"note: {note}", file=sys.stderr)
+    _say_notes(trace, settings, quiet)
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
         for config in settings:
@@ -256,6 +261,14 @@ def _replay_all(
                 run.write(out if one_folder else out / folder_name(config.policy))
             runs[config.policy] = run
     return runs
+
+
+def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> None:
+    from simulator.notes import settings_without_effect
+
+    without = [note for config in settings for note in settings_without_effect(config, trace)]
+    for note in () if quiet else dict.fromkeys([*trace.notes, *without]):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any]:

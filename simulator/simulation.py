@@ -17,6 +17,7 @@ from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
 from simulator.errors import SimulationError
 from simulator.independent import are_independent, only_arrivals_join, run_in_turn
+from simulator.notes import settings_without_effect
 from simulator.pools import ClusterPlan, make_cluster_plan
 from workloads import Trace
 
@@ -136,5 +137,5 @@ def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorde
     tables.config = run_config(trace, plan, cluster.facts())
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
-    return Run(tables, tables.config, summary, list(trace.notes))
+    return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])
 

@@ -23,7 +23,7 @@ from workloads.cells import (
     is_missing,
     text,
 )
-from workloads.fields import LISTS, NS_PER_UNIT, REQUIRED, TEXTS, Field
+from workloads.fields import LISTS, NS_PER_UNIT, REQUIRED, TEXTS, Field, plain
 from workloads.ragged import RaggedColumn
 from workloads.trace import TraceError
 
@@ -31,6 +31,11 @@ Cells = dict[str, Any]
 """Meaning -> float64 column (NaN: nothing stands there), int64 nanoseconds (dates), or a list of texts or lists."""
 
 _MOONCAKE_HASH_TOKENS = 512
+
+SLOW_GAP_S, QUICK_GAP_S = 20.0, 0.002
+"""Mean gaps that few services have: above the first, times in ms may have been read as s; below the second, s as ms."""
+DOUBTED_FROM = 10
+"""Fewer requests have no rate to speak of."""
 
 
 class OddColumnError(Exception):
@@ -148,6 +153,10 @@ def _number_text(number: Any) -> str:
     return str(np.datetime64(int(number), "ns")) if isinstance(number, np.int64) else f"{number:.15g}"
 
 
+def _seconds(span_s: float) -> str:
+    return f"{span_s:,.0f}" if span_s >= 100 else f"{span_s:.3g}"
+
+
 class _Assembly:
     def __init__(self, cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> None:
         self.cells = cells
@@ -232,7 +241,24 @@ class _Assembly:
             times = times - times.min()
         self._complain("arrival", times > MAX_SPAN_S * per_s, "a time within ten years of the first")
         arrival_ns: NDArray[np.int64] = np.rint(times * NS_PER_UNIT[unit]).astype(np.int64)
+        self._doubt_unit(arrival_ns, unit)
         return arrival_ns
+
+    def _doubt_unit(self, arrival_ns: NDArray[np.int64], unit: str) -> None:
+        """A note where no name says the unit and the rate that it makes is one that another unit would explain."""
+        field, count = self.found["arrival"], len(arrival_ns)
+        span_s = float(arrival_ns.max() - arrival_ns.min()) / 1e9
+        if field.unit or count < DOUBTED_FROM or not span_s or self.options.kind in ("vllm", "vllm_steps", "vidur"):
+            return
+        gap_s = span_s / (count - 1)
+        other = "ms" if gap_s > SLOW_GAP_S else "s" if gap_s < QUICK_GAP_S and unit == "ms" else ""
+        if other and unit != other:
+            rate = f"one every {gap_s:,.0f} s" if gap_s > 1 else f"{1 / gap_s:,.0f} a second"
+            name = plain(field.column)
+            self.notes.append(
+                f"Column {field.column!r} read as {unit}: {count:,} requests in {_seconds(span_s)} s, {rate}. "
+                f"If its times are in {other}, name it {name}_{other} (or {name}_{unit} where this is right)."
+            )
 
     def _unit(self, meaning: str, typical: float) -> str:
         """Said by the name, else by the format, else by the size of a clock reading, else seconds."""

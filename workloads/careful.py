@@ -65,7 +65,7 @@ def _understood(raw: RawRow, parsers: list[tuple[str, Parser]]) -> list[Any]:
         try:
             values.append(parser(cell))
         except BadCellError as expected:
-            what = f"found {parse.shown(cell)}, expected {expected}"
+            what = f"found {parse.shown(cell)}, expected {expected}{parse.comma_hint(cell)}"
             raise BadCellError(f"{raw.place}, column {column!r}: {what}") from None
     return values
 

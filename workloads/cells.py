@@ -170,6 +170,18 @@ def text(cell: object) -> str:
     return name
 
 
+def comma_hint(cell: object) -> str:
+    """How to write a number that has a comma or thousands separators in it; "" for anything else."""
+    text = cell.strip() if isinstance(cell, str) and len(cell) < 60 else ""
+    if re.fullmatch(r"[+-]?\d+,\d+", text, re.ASCII):
+        grouped = re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", text, re.ASCII)
+        either = f" or {text.replace(',', '')}" if grouped else ""
+        return f", written without a comma: {text.replace(',', '.')}{either}"
+    if re.fullmatch(r"[+-]?\d{1,3}([ ,.']\d{3}){2,}|[+-]?\d{1,3}([ ']\d{3})+", text, re.ASCII):
+        return f", written without separators: {re.sub(r'[^0-9+-]', '', text)}"
+    return ""
+
+
 def shown(cell: object) -> str:
     """A cell as an error message quotes it: short, on one line."""
     if cell is None:

@@ -28,6 +28,7 @@ class PrefixAffinity(Router):
     remembered: int = knob(100_000, "prefix hashes remembered per replica, the least recently used forgotten", least=1)
 
     on_demand: ClassVar[bool] = True
+    routes_by: ClassVar[str] = "prefix_hashes"
     paper: ClassVar[str] = "SGLang's cache-aware router (its defaults)"
 
     _seen: dict[int, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)

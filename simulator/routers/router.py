@@ -65,6 +65,8 @@ class Router:
     """Its promise to look at the request, its own memory and of a replica no more than number, total_blocks and
     block_size. What it chooses is then known before anything runs, which makes many replicas fast
     (simulator/independent.py)."""
+    routes_by: ClassVar[str] = ""
+    """Without which column of the trace (session, prefix_hashes) it has nothing to go by; a run without it says so."""
     on_demand: ClassVar[bool] = False
     """Its promise to look at replicas only through the `replicas` that it is given, each time anew: by index, by going
     through them, by `least` or `numbered`; never at one that it kept from an earlier request. Replicas are then

@@ -24,6 +24,7 @@ class SessionAffinity(Router):
     )
 
     on_demand: ClassVar[bool] = True
+    routes_by: ClassVar[str] = "session"
 
     _home: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 

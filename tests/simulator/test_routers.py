@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 
 from policies import Request
+from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.notes import settings_without_effect
 from simulator.routers import (
     choose,
     least,
@@ -19,6 +21,7 @@ from simulator.routers import (
     router_knobs,
     router_names,
 )
+from tests.simulator.constant_cost import trace_of
 
 
 @dataclass
@@ -156,3 +159,22 @@ def test_a_router_of_ones_own(tmp_path):
     assert route(f"{path}:Last", views, skip=1) == 0
     with pytest.raises(SimulationError, match="router Last chose None for request 0, expected one of the 2 replicas"):
         route(f"{path}:Last", views, skip=9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns", "told"),
+    [
+        ({"replicas": 2, "router": "session_affinity"}, {}, "router session_affinity: the trace has no session"),
+        ({"replicas": 2, "router": "session_affinity"}, {"session": ["a", None]}, None),
+        ({"replicas": 1, "router": "session_affinity"}, {}, None),
+        ({"replicas": 2, "router": "prefix_affinity"}, {"session": ["a", "a"]}, "has no prefix_hashes"),
+        ({"replicas": 2, "router": "prefix_affinity"}, {"prefix_hashes": [(1,), ()], "hash_tokens": 16}, None),
+        ({"replicas": 2, "router": "least_kv"}, {}, None),
+        ({"prefix_caching": True}, {}, "--prefix-caching: the trace has no prefix_hashes and no session"),
+        ({"prefix_caching": True}, {"prefix_hashes": [(1,), (1,)], "hash_tokens": 16}, None),
+    ],
+)
+def test_a_setting_that_the_trace_gives_nothing_to_work_with_is_noted(settings, columns, told):
+    trace = replace(trace_of([(0, 40, 3), (1, 40, 3)]), **columns)
+    notes = settings_without_effect(ReplayConfig(**settings), trace)
+    assert [told in note for note in notes] == ([True] if told else [])

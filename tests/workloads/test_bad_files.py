@@ -157,3 +157,20 @@ def test_an_endless_session_name_is_no_number(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"arrival_s": 0, "prompt_tokens": 3, "output_tokens": 2, "session": Infinity}\n')
     assert "column 'session': found inf, expected a name" in complaint(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("0,5;100;5", r"column 'arrival': found '0,5', expected a time .*, written without a comma: 0\.5;"),
+        ("1;1,024;5", r"column 'prompt': found '1,024', expected .*, written without a comma: 1\.024 or 1024;"),
+        ("1;1,024,000;5", r"found '1,024,000', expected .*, written without separators: 1024000;"),
+    ],
+)
+def test_decimal_commas_and_thousands_separators_are_refused_with_what_to_write(
+    tmp_path: Path, row: str, words: str
+) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(f"arrival;prompt;output\n{row}\n")
+    with pytest.raises(TraceError, match=words):
+        read_trace(file)

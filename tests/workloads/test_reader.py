@@ -115,6 +115,32 @@ def test_units_and_spellings_of_column_names(tmp_path: Path, header: str) -> Non
     assert trace.output_tokens.tolist() == [44, 6]
 
 
+@pytest.mark.parametrize(
+    ("header", "step", "other"),
+    [
+        ("Timestamp,prompt,output", 1700, "ms"),
+        ("Timestamp,Request tokens,Response tokens", 1700, "ms"),
+        ("Timestamp,prompt,output", 2, ""),
+        ("Timestamp_s,prompt,output", 1700, ""),
+        ("timestamp,input_length,output_length", 1, "s"),
+        ("timestamp,input_length,output_length", 100, ""),
+        ("arrived_at,num_prefill_tokens,num_decode_tokens", 1700, ""),
+    ],
+)
+def test_a_rate_that_another_unit_would_explain_is_noted_with_span_and_rate(
+    tmp_path: Path, header: str, step: int, other: str
+) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(header + "\n" + "".join(f"{row * step},100,5\n" for row in range(12)))
+    notes = read_trace(file).notes
+    assert len(notes) == bool(other)
+    if other == "ms":
+        assert "read as s: 12 requests in 18,700 s, one every 1,700 s." in notes[0]
+        assert "If its times are in ms, name it timestamp_ms (or timestamp_s where this is right)" in notes[0]
+    if other == "s":
+        assert "read as ms: 12 requests in 0.011 s, 1,000 a second. If its times are in s" in notes[0]
+
+
 def test_clock_readings_count_from_the_first(tmp_path: Path) -> None:
     header = "timestamp,prompt_tokens,output_tokens"
     trace = read_trace(lines(tmp_path / "t.csv", header, "1787267980123,5,5", "1787267981123,5,5"))
