@@ -17,7 +17,9 @@ TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come fro
 PolicyName = Annotated[
     str, _option("--policy", "Name of a policy, or file.py:ClassName; its knobs are flags too.", _POLICY)
 ]
-ChunkSize = Annotated[int | None, _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", _POLICY)]
+ChunkSize = Annotated[
+    int | None, _option("--chunk-size", "Most tokens of a batch, its decodes counted (the policy's knob).", _POLICY)
+]
 TokenBudget = Annotated[int | None, _option("--token-budget", "Most tokens of a batch.", _POLICY)]
 MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", _POLICY)]
 Ahead = Annotated[bool, _option("--async/--sync", "Plan one step ahead of the running one.", _POLICY)]
@@ -71,7 +73,7 @@ SwapPage = Annotated[float, _option("--swap-page-mib", "Page of host memory, the
 LadderRungs = Annotated[
     str | None,
     _option(
-        "--ladder", "Against full memory: preempt,plain,offload,oversubscribe,reject; or all, or none.", _MEMORY
+        "--ladder", "Against full memory: preempt, plain, offload, oversubscribe, reject; or all, or none.", _MEMORY
     ),
 ]
 TroubleFrom = Annotated[

@@ -21,13 +21,15 @@ def calibrate_command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder; the same one goes on.")] = Path("calib"),
     budget: Annotated[str, typer.Option(help="Time for everything but loading the model, as 240s.")] = "240s",
-    policies: Annotated[str, typer.Option(help="Policies of the live replay.")] = "chunked,prefill_priority",
+    policies: Annotated[
+        str, typer.Option(help="Policies of the live replay.", show_default="chunked and prefill_priority")
+    ] = "chunked,prefill_priority",
     requests: Annotated[int, typer.Option(help="Requests of the live replay.")] = 60,
     repeats: Annotated[int, typer.Option(help="Live runs of each policy.", min=1, max=1_000)] = 2,
-    prompt: Annotated[str, typer.Option(help="Prompt lengths, see `python -m workloads generate`.")] = (
-        "lognormal:512,1.0,16,2000"
-    ),
-    output: Annotated[str, typer.Option(help="Answer lengths.")] = "lognormal:96,0.8,4,400",
+    prompt: Annotated[
+        str, typer.Option(help="Prompt lengths, see `python -m workloads generate`.", show_default="about 512")
+    ] = "lognormal:512,1.0,16,2000",
+    output: Annotated[str, typer.Option(help="Answer lengths.", show_default="about 96")] = "lognormal:96,0.8,4,400",
     dtype: Annotated[str, typer.Option(help="Weights; auto is float32 on a CPU.")] = "auto",
     kernels: Annotated[str, typer.Option(help="Kernel set.")] = "auto",
     attention: Annotated[str, typer.Option(help="Attention backend.")] = "auto",

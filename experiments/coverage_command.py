@@ -20,7 +20,9 @@ def coverage(
     profile: Annotated[
         list[Path] | None, typer.Option(help="LLMServingSim profile folder (repeatable); default: the public ones.")
     ] = None,
-    trace: Annotated[Path, typer.Option(help="Trace to replay.")] = Path(
+    trace: Annotated[
+        Path, typer.Option(help="Trace to replay.", show_default="Azure's conversations in ../shared/data")
+    ] = Path(
         "../shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
     ),
     limit: Annotated[int, typer.Option(help="Requests of the trace.")] = 300,

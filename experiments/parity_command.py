@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 def parity(
     steps: Annotated[Path, typer.Argument(help="Step log: one JSON object a line with t and reqs.")],
     requests: Annotated[Path, typer.Argument(help="Request log: id, prompt, output, added in each line.")],
-    token_budget: Annotated[int, typer.Option(help="max_num_batched_tokens of the engine.")],
+    token_budget: Annotated[int, typer.Option(help="Most tokens of a batch of the engine.")],
     num_blocks: Annotated[int, typer.Option(help="KV blocks of the engine, the null block included.")],
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")],
     max_num_seqs: Annotated[int, typer.Option(help="max_num_seqs of the engine.")],

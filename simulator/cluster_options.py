@@ -21,7 +21,7 @@ Router = Annotated[str, _option("--router", "Who gets a request: a router's name
 RouterKnob = Annotated[list[str] | None, _option("--router-knob", "A knob of the router, as spill=8; repeatable.")]
 PoolText = Annotated[
     list[str] | None,
-    _option("--pool", "Replicas of one kind: role=serve|prefill|decode,replicas=2,gpu=h200,tp=2,...; repeatable."),
+    _option("--pool", "Replicas of one kind (serve, prefill or decode), as role=decode,replicas=2; repeatable."),
 ]
 DecodeRouter = Annotated[str, _option("--decode-router", "Who decodes a prompt that is done (with decode pools).")]
 DecodeRouterKnob = Annotated[list[str] | None, _option("--decode-router-knob", "A knob of that router; repeatable.")]

@@ -27,7 +27,7 @@ SwapBandwidth = Annotated[
 LinkShared = Annotated[int, _option("--replicas-per-link", "Replicas that share one link to host memory.")]
 LadderRungs = Annotated[
     str | None,
-    _option("--ladder", "Measures against full memory: preempt,plain,offload,oversubscribe,reject; or all, or none."),
+    _option("--ladder", "Against full memory: preempt, plain, offload, oversubscribe, reject; or all, or none."),
 ]
 TroubleFrom = Annotated[float, _option("--trouble-from", "Share of blocks in use from which memory is short.")]
 PlainTokens = Annotated[int, _option("--plain-tokens", "Most prefill tokens of a batch without decodes (rung plain).")]

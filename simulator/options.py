@@ -39,7 +39,9 @@ Policy = Annotated[
 Policies = Annotated[
     str | None, _option("--policies", "Policies to compare, separated by commas; all built-in ones by default.", POLICY)
 ]
-ChunkSize = Annotated[int | None, _option("--chunk-size", "Prefill tokens of a batch (the policy's knob).", POLICY)]
+ChunkSize = Annotated[
+    int | None, _option("--chunk-size", "Most tokens of a batch, its decodes counted (the policy's knob).", POLICY)
+]
 TokenBudget = Annotated[
     int | None, _option("--token-budget", "Most tokens of a batch, prefill and decode together.", POLICY)
 ]

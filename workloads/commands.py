@@ -16,9 +16,9 @@ app = typer.Typer(
 )
 
 _FORMATS = "auto, csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or lengths."
-_PROCESSES = "poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:CLIENTS,THINK_S or trace:FILE."
+_PROCESSES = "poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:USERS,S (think time) or trace:FILE."
 _LENGTHS = (
-    "fixed:N, uniform:LOW,HIGH, zipf:THETA,LOW,HIGH, geometric:MEAN, lognormal:MEDIAN,SIGMA[,LOW,HIGH], "
+    "fixed:N, uniform:LOW,HIGH, zipf:THETA,LOW,HIGH, geometric:MEAN, lognormal:MEDIAN,SIGMA (and ,LOW,HIGH), "
     "quantiles:50=N,90=N,... or empirical:FILE."
 )
 _SPANS = "fixed:S, uniform:LOW,HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA."
