@@ -126,7 +126,7 @@ def capacity(
 
         print(json.dumps(json_ready({**study.as_dict(), "prices": _priced(study, prices, base)}), indent=2))
         return
-    _print_study(study, _priced(study, prices, base), dict(study.draws))
+    _print_study(study, _priced(study, prices, base), dict(study.draws), _held(axes, base))
 
 
 def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]) -> None:
@@ -164,7 +164,14 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
     write_report(path, question=f"At which rate does {study.objective.slo} still hold?", tables=tables, notes=notes)
 
 
-def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any]) -> None:
+def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
+    """What all settings share and no label says: policy, model and GPUs of a replica."""
+    values = {"policy": "chunked", **base, **{name: values[0] for name, values in axes.items()}}
+    names = [name for name in ("policy", "chunk_size", "model", "gpu", "tp", "pp") if len(axes.get(name, ())) < 2]
+    return ", ".join(f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) is not None)
+
+
+def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any], held: str) -> None:
     from rich.console import Console
 
     from experiments.capacity import SPAN_OVER_BOUND
@@ -174,7 +181,7 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
-    say(f"highest rate with {study.objective.spoken()}")
+    say(f"highest rate with {study.objective.spoken()}\nof {held}")
     console.print(_table(study))
     measured = study.reference.measured
     say(
@@ -210,7 +217,8 @@ def _table(study: CapacityStudy) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in ("setting", "requests/s", "95 %", "to the first", "95 %", "limited by", "output tok/s"):
+    ratio_to = f"times that of\n{study.reference.label}"
+    for heading in ("setting", "requests/s", "95 %", ratio_to, "95 %", "limited by", "output tok/s"):
         table.add_column(heading, justify="left" if heading in ("setting", "limited by") else "right", no_wrap=True)
     table.add_column("GPU-s/request", justify="right", no_wrap=True)
     table.add_column("GPU-s/M tokens out", justify="right", no_wrap=True)
@@ -287,18 +295,20 @@ def _smallest(
             ]
         rows.append(row)
     if report is not None:
-        _write_smallest_report(report, rows, objective, workload)
+        _write_smallest_report(report, rows, objective, workload, _held(axes, base))
     if as_json:
         print(json.dumps({"objective": asdict(objective), "settings": rows}, indent=2))
         return
-    print(f"smallest cluster for the trace with {objective.spoken()}")
+    print(f"smallest cluster for the trace with {objective.spoken()}\nof {_held(axes, base)}")
     for row in rows:
         print(f"{row['setting']}: {_spoken_size(row)}")
         for price in row.get("prices", ()):
             print(f"  {price['amount']} for the trace; {price['price']}")
 
 
-def _write_smallest_report(path: Path, rows: list[dict[str, Any]], objective: Any, workload: dict[str, Any]) -> None:
+def _write_smallest_report(
+    path: Path, rows: list[dict[str, Any]], objective: Any, workload: dict[str, Any], held: str
+) -> None:
     from metrics.html_report import RowTable, write_report
 
     tried = [
@@ -314,7 +324,10 @@ def _write_smallest_report(path: Path, rows: list[dict[str, Any]], objective: An
          "gpu_seconds": row.get("gpu_seconds"), "error": row["error"]}
         for row in rows
     ]  # fmt: skip
-    notes = [f"Objective: {objective.spoken()}.", f"Workload: {json.dumps(workload)}; every request is measured."]
+    notes = [
+        f"Objective: {objective.spoken()}. All settings: {held}.",
+        f"Workload: {json.dumps(workload)}; every request is measured.",
+    ]
     notes += [f"{row['setting']}: {_spoken_size(row)}." for row in rows]
     notes += [
         f"{row['setting']}: {price['amount']} for the trace; {price['price']}."

@@ -266,7 +266,7 @@ def _iterations(
         host_s_total=host_ns / 1e9,
         device_s_total=int(device_ns.sum()) / 1e9,
         device_busy_share=_ratio(busy_s, stage_seconds(stays, start_s, end_s)),
-        inside_share=_ratio(int(column("inside").sum()), count),
+        inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
     )
     for name in ("running", "waiting"):
@@ -345,6 +345,12 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
     """A setting of the run: at the top of its config, or among the policy's knobs."""
     knobs = config.get("knobs")
     return config.get(name, knobs.get(name) if isinstance(knobs, Mapping) else None)
+
+
+def _has_region(config: Mapping[str, Any]) -> bool:
+    """Whether anything was measured that a shape could lie in: not for a roofline, nor for a live run, which is itself
+    the measurement."""
+    return config.get("world") != "live" and config.get("calibrated") is not False
 
 
 def _name(value: Any) -> Any:

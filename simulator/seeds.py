@@ -128,4 +128,7 @@ def _cell(spread: Spread, key: str, sign: str = "") -> str:
     if math.isnan(spread.mean):
         return "-"
     scale, unit = (1e3, " ms") if "_s_" in key and not key.endswith("per_s") else (1.0, "")
-    return f"{spread.mean * scale:{sign},.4g} ± {spread.half_width * scale:.2g}{unit}"
+    mean, half_width = spread.mean * scale, spread.half_width * scale
+    # Both to the digit that the second of the half width stands at: more of the mean would be noise.
+    digits = min(6, max(0, 1 - math.floor(math.log10(half_width)))) if half_width > 0 else 1
+    return f"{mean:{sign},.{digits}f} ± {half_width:,.{digits}f}{unit}"

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from experiments.capacity import Objective, Probe, find_rate, judge, search_draw
+from experiments.capacity_command import _held
 from experiments.capacity_draws import draw_of, draw_plan
 from experiments.capacity_study import CapacityStudy, SettingCapacity, find_capacities
 from experiments.cluster_size import run_task as smallest_cluster
@@ -22,6 +23,7 @@ from experiments.prices import Price, prices_for, read_prices
 from metrics import MetricsError
 from simulator import ReplayConfig
 from simulator.seeds import Spread
+from tests.hardening.command_line import run
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -286,8 +288,6 @@ def test_the_report_of_the_smallest_cluster_holds_every_size_that_was_tried(tmp_
 
 
 def test_the_smallest_cluster_heeds_the_seed_of_arrivals_and_refuses_what_it_does_not_use() -> None:
-    from tests.hardening.command_line import run
-
     command = ["experiments", "capacity", "examples/trace.csv", "--smallest", "--workers", "0", "--json", "--gpus", "h100", "--set", "cost_model=roofline"]  # fmt: skip
     poisson = ["--arrivals", "poisson:5", "--seed"]
     sizes = [json.loads(run(*command, *poisson, seed).out)["settings"][0]["tried"]["1"] for seed in ("1", "2", "1")]
@@ -295,3 +295,12 @@ def test_the_smallest_cluster_heeds_the_seed_of_arrivals_and_refuses_what_it_doe
     ended = run(*command, "--draws", "3")
     assert ended.code == 2
     assert "--draws: found beside --smallest" in ended.err
+
+
+def test_what_no_label_says_is_said_once_above_the_settings() -> None:
+    command = ["experiments", "capacity", "examples/trace.csv", "--gpus", "a100,h100", "--workers", "0", "--set", "cost_model=roofline"]  # fmt: skip
+    ended = run(*command, "--smallest")
+    assert ended.out.splitlines()[1] == "of policy chunked, model llama-3.1-8b, tp 1, pp 1"
+    assert _held({"policy": ["orca"], "gpu": ["a100"]}, {"model": "m", "gpu": "h100", "tp": 2}) == (
+        "policy orca, model m, gpu a100, tp 2"
+    )

@@ -23,8 +23,8 @@ from policies.request import Request
 from tests.metrics.sample_runs import S, three_requests
 
 CONFIG = {
-    "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": {"name": "roofline tiny"},
-    "calibrated": False, "token_budget": 10, "num_blocks": 10, "slots": 3, "knobs": {"chunk_size": 8},
+    "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": {"name": "fitted tiny"},
+    "calibrated": True, "token_budget": 10, "num_blocks": 10, "slots": 3, "knobs": {"chunk_size": 8},
 }  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def test_latencies_of_three_requests() -> None:
 def test_counts_and_rates_of_three_requests() -> None:
     summary = summary_of_three(stall_bound_s=1.5, slo="ttft_p99=2,tbt_p99=3")
     expected = {
-        "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": "roofline tiny",
-        "calibrated": False,
+        "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": "fitted tiny",
+        "calibrated": True,
         "requests": 4, "finished": 3, "rejected": 1, "failed": 0, "aborted": 0, "warmup_requests": 0, "measured": 4,
         "measured_finished": 3, "window_start_s": 0, "window_end_s": 8, "duration_s": 8, "overloaded": False, "load": None,
         "stall_bound_s": 1.5, "stalls": 2, "stall_s_total": 6, "stall_s_longest": 4, "stalled_requests": 2,
@@ -175,6 +175,14 @@ def test_optimum_pd_ratio_fills_every_chunk_with_decodes() -> None:
     # SARATHI: chunk 256 and 18 slots: 239 prefill tokens beside 17 decodes
     assert pd_optimum(256, 18) == 239 / 17
     assert math.isnan(pd_optimum(256, 1))
+
+
+@pytest.mark.parametrize("config", [{"world": "live"}, {"world": "simulated", "calibrated": False}])
+def test_a_run_without_a_measured_region_has_no_share_inside_it(config: dict[str, object]) -> None:
+    run = three_requests()
+    assert summarise(run)["inside_share"] == 4 / 5
+    run.config = {**CONFIG, **config}
+    assert math.isnan(summarise(run)["inside_share"])
 
 
 def test_every_key_and_every_column_is_documented() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.config import ReplayConfig
-from simulator.seeds import SeededComparison, Spread, compare_over_draws
+from simulator.seeds import SeededComparison, Spread, _cell, compare_over_draws
 from tests.simulator.constant_cost import trace_of
 from workloads import TraceError
 from workloads.resample import resample
@@ -64,3 +64,18 @@ def test_a_closed_loop_cannot_be_drawn_apart():
     source = replace(trace_of([(0, 5, 5), (1, 5, 5)]), after_row=np.array([-1, 0]), think_ns=np.array([0, 5]))
     with pytest.raises(TraceError, match="closed-loop"):
         resample(source, 1)
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "key", "shown"),
+    [
+        (0.1984, 0.23, "ttft_s_p99", "198 ± 230 ms"),
+        (0.1984, 0.0123, "ttft_s_p99", "198 ± 12 ms"),
+        (0.1984, 0.00123, "ttft_s_p99", "198.4 ± 1.2 ms"),
+        (2.34567, 0.0456, "goodput_requests_per_s", "2.346 ± 0.046"),
+        (12345.6, 1234.5, "output_tokens_per_s", "12,346 ± 1,234"),
+        (3.0, 0.0, "stalls", "3.0 ± 0.0"),
+    ],
+)
+def test_a_mean_is_shown_to_the_digits_that_its_interval_leaves_it(mean, half_width, key, shown):
+    assert _cell(Spread(mean, 0.0, half_width), key) == shown
