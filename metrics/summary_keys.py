@@ -91,8 +91,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "host_s_total": "host time before and after the iterations of the window",
     "device_s_total": "device time of the iterations of the window, summed over stages",
     "device_busy_share": "busy time of the stages in the window / time that stages of any replica were there in it",
-    "inside_share": "share of iterations whose shape lies in the cost model's measured region; null for a live run and a "
-    "roofline",
+    "inside_share": "share of iterations whose shape lies in the cost model's measured region; null for a live run "
+    "and a roofline",
     "bubble_share": "share of stage time in flight in which a stage idles (null without a pipeline)",
     **{f"bubble_share_{cause}": f"the part of bubble_share due to {name}" for cause, name in CAUSE_NAMES.items()},
     "lost_device_s": "device-seconds lost in bubbles",
