@@ -17,6 +17,7 @@ from metrics.causes import CAUSE_NAMES, CAUSES
 from metrics.columns import MetricsError
 from metrics.figure_style import (
     DOUBLE_COLUMN_IN,
+    LEGEND_POINTS,
     SINGLE_COLUMN_IN,
     house_style,
     letters_in,
@@ -233,4 +234,6 @@ def _legend_of_looks(figure: Figure, names: list[str], per_row: int = 5) -> None
     handles = [Patch(linewidth=0.4, label=CAUSE_NAMES.get(name, name), **looks[name]) for name in names]
     if handles:
         rows = -(-len(handles) // per_row)
+        # Panels keep their height, however many causes there are.
+        figure.set_figheight(figure.get_figheight() + (rows - 1) * 1.5 * LEGEND_POINTS / 72)
         figure.legend(handles=handles, loc="outside upper center", ncols=-(-len(handles) // rows), columnspacing=1.2)

@@ -6,6 +6,7 @@ import pytest
 
 from metrics import MetricsError, Recorder
 from metrics.bubbles import find_bubbles
+from metrics.figure_style import save
 from metrics.pipeline_figures import bubble_shares, draw_pipeline, gantt
 from metrics.timeline import Window
 from tests.metrics.pipelines import MicroBatch, run_pipeline
@@ -34,6 +35,16 @@ def test_the_bars_add_up_to_the_bubble_share() -> None:
     found = find_bubbles(run)
     ax = bubble_shares({"run": found}).axes[0]
     assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(100 * found.share)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_bar_has_room_below_a_legend_of_every_cause(tmp_path) -> None:
+    found = find_bubbles(alternating())
+    for cause in range(found.idle_ns.shape[1]):
+        found.idle_ns[:, cause] += 1_000_000
+    figure = bubble_shares({"run": found})
+    save(figure, tmp_path, "shares")
+    assert figure.axes[0].get_position().height * figure.get_figheight() > 0.25  # inches
 
 
 def test_all_pipeline_figures_are_written(tmp_path) -> None:
