@@ -144,7 +144,8 @@ class Roster(Lockstep):
         needed = ledger.blocks_for(length - 1)
         usable = ledger.total_blocks - self.watermark_blocks
         if needed > usable:
-            return f"needs {needed} KV blocks, the pool has {usable}"
+            kept = f", {self.watermark_blocks} of them kept free by the watermark" if self.watermark_blocks else ""
+            return f"needs {needed} KV blocks, the pool has {ledger.total_blocks}{kept}"
         return ""
 
     # Books kept for the draft

@@ -99,7 +99,7 @@ def test_blocks_of_a_prompt_under_way_are_not_given_to_the_next():
 def test_a_request_that_no_decode_replica_could_hold_is_rejected_at_once():
     result = run(trace_of([(0, 1000, 4)]), PREFILL, {**DECODE, "num_blocks": 40}, **BIG)
     assert result.tables.column("requests", "status").tolist() == ["rejected"]
-    assert result.tables.column("requests", "reason").tolist() == ["decode pool: needs 63 KV blocks, the pool has 39"]
+    assert result.tables.column("requests", "reason").tolist() == ["decode pool: needs 63 KV blocks, the pool has 40, 1 of them kept free by the watermark"]
 
 
 def test_a_client_may_go_while_its_kv_is_on_the_way():
