@@ -1,14 +1,15 @@
 """Do the intervals of `replay --runs` hold what they promise? Measured where the answer is known.
 
-Half of the structures of a profile (every second batch size, chunk size, context or row count) are left out and a model
-is fitted to the rest; it replays a workload under draws from its error. The model of the whole profile, which has seen
-the left-out half, replays the same: what it says is the truth that a 90 % interval should hold nine times in ten. The
-width comes from the *other* half's held-out errors, so no structure judges itself.
+Half of the structures of a profile (every second batch size, chunk size, prefix, context, row count, width or depth, or
+all of these at once) are left out and a model is fitted to the rest; it replays workloads under draws from its error.
+The model of the whole profile, which has seen the left-out half, replays the same: what it says is the truth that a
+90 % interval should hold nine times in ten. The errors that are drawn come from the *other* half, so no structure
+judges itself. What both models share is not drawn: host, norms, what was never measured, and the scatter of repeats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,23 +21,30 @@ from metrics.statistics import interval_of_draws
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
 
     from profiler.fitted import FittedModel
     from profiler.profile import Profile
+    from profiler.spreads import Spread
     from workloads import Trace
 
 STATISTICS = tuple(f"{family}_s_{name}" for family in ("ttft", "tpot", "e2e") for name in ("mean", "p50", "p90"))
-AXES = ("rows", "tokens", "decodes", "context")
-"""What is left out: row counts of GEMMs; chunk sizes, batch sizes, contexts of attention."""
+GEMM_AXES = ("rows", "n", "k")
+ATTENTION_AXES = ("tokens", "prefix", "decodes", "context")
+EVERYTHING = "all at once"
+"""What is left out: row counts, widths, depths of GEMMs; chunk sizes, prefixes, batch sizes, contexts of attention."""
+MANY_SHAPES = 100
+"""A profile with more shapes of GEMMs than this is a grid, whose widths and depths can be left out."""
 LEVEL = 0.9
 
 
 @dataclass(frozen=True)
 class Covered:
-    """One statistic of one left-out half: the interval, and what the whole profile says."""
+    """One statistic of one workload and left-out half: the interval, and what the whole profile says."""
 
     axis: str
     half: int
+    workload: str
     statistic: str
     low: float
     high: float
@@ -76,69 +84,116 @@ def by_axis(found: Sequence[Covered]) -> list[CoveredAxis]:
     return rows
 
 
-def measure_coverage(
-    folder: str | Path, trace: Trace, *, gpu: str | None = None, tp: int | None = None, runs: int = 20, **options: Any
-) -> list[Covered]:
-    """Every statistic of STATISTICS for both halves of every axis.
+def share_held(found: Sequence[Covered]) -> tuple[float, float]:
+    """Share of intervals that held, and its standard error: statistics of one half move together, so halves count as
+    independent answers, and statistics do not."""
+    halves: dict[tuple[str, int], list[bool]] = {}
+    for row in found:
+        halves.setdefault((row.axis, row.half), []).append(row.inside)
+    shares = [float(np.mean(held)) for held in halves.values()]
+    error = float(np.std(shares, ddof=1)) / len(shares) ** 0.5 if len(shares) > 1 else float("nan")
+    return float(np.mean(shares)), error
 
-    folder: a profile folder of LLMServingSim. options: of `simulator.replay`, the policy among them.
+
+def measure_coverage(
+    profile: Profile,
+    workloads: Mapping[str, Trace],
+    *,
+    gpu: str,
+    model: str = "",
+    runs: int = 20,
+    one_factor: bool = False,
+    **options: Any,
+) -> list[Covered]:
+    """Every statistic of STATISTICS for every workload and both halves of every axis.
+
+    model: what is replayed where the profile is not that of a model. one_factor: every operator off by one factor at
+    all shapes instead (an ablation). options: of `simulator.replay`, the policy among them.
     """
-    from profiler.commands_profiles import gpu_name
     from profiler.compose import compose
     from profiler.device_fit import fit_device
     from profiler.hardware import load_hardware
     from profiler.holdout import held_out
-    from profiler.importers import import_profile
     from profiler.intervals import half_widths
     from profiler.model_config import load_model_spec
+    from profiler.spreads import measured_spreads
     from simulator import replay
 
-    profile = import_profile("llmservingsim", folder, tensor_parallel=tp)
-    degree = int(profile.table["tensor_parallel"].min())
-    profile = profile.only(tensor_parallel=degree)
-    hardware = load_hardware(gpu or gpu_name(str(profile.table["device"].iloc[0])))
-    spec = load_model_spec(str(profile.table["model"].iloc[0]))
+    degree = 1
+    if profile.table["model"].iloc[0]:
+        degree = int(profile.table.loc[profile.table["tensor_parallel"] > 0, "tensor_parallel"].min())
+        profile = profile.only(tensor_parallel=degree)
+    hardware = load_hardware(gpu)
+    spec = load_model_spec(model or str(profile.table["model"].iloc[0]))
     tables = held_out(profile, hardware, iterations=False)
 
-    def summary(cost: FittedModel) -> dict[str, Any]:
+    def summary(cost: FittedModel, trace: Trace) -> dict[str, Any]:
         return replay(trace, cost=cost, model=spec.name, gpu=hardware.name, tp=degree, **options).summary
 
-    truth = summary(compose(fit_device(profile, hardware), spec, hardware, tp=degree))
+    whole = compose(fit_device(profile, hardware), spec, hardware, tp=degree)
+    truth = {workload: summary(whole, trace) for workload, trace in workloads.items()}
     found = []
     for axis, half, part in left_out_halves(profile):
-        model = compose(fit_device(part, hardware), spec, hardware, tp=degree)
-        widths = half_widths(_errors_of(tables, 1 - half), model.engine.region.composed)
-        model = type(model)(replace(model.engine, half_widths=widths))
-        predicted = summary(model)
-        draws = [summary(model.perturbed(seed)) for seed in range(runs)]
-        for name in STATISTICS:
-            low, high = interval_of_draws([draw[name] for draw in draws], LEVEL)
-            found.append(Covered(axis, half, name, low, high, predicted[name], truth[name]))
+        cost = compose(fit_device(part, hardware), spec, hardware, tp=degree)
+        mine = {name: table[table["fold"] != half] for name, table in tables.items()}
+        mine = {name: table for name, table in mine.items() if len(table)}
+        widths: dict[str, float] = {}
+        spreads: dict[str, Spread] = {}
+        if one_factor:
+            widths = half_widths(errors_of(mine), cost.engine.region.composed)
+        else:
+            spreads = {
+                name: spread
+                for name, spread in measured_spreads(mine, part).items()
+                if axis in (spread.axis, EVERYTHING)
+            }
+        cost = type(cost)(replace(cost.engine, half_widths=widths, spreads=spreads))
+        drawn = [cost.perturbed(seed) for seed in range(runs)]
+        for workload, trace in workloads.items():
+            predicted = summary(cost, trace)
+            draws = [summary(one, trace) for one in drawn]
+            for name in STATISTICS:
+                low, high = interval_of_draws([draw[name] for draw in draws], LEVEL)
+                found.append(Covered(axis, half, workload, name, low, high, predicted[name], truth[workload][name]))
     return found
 
 
 def left_out_halves(profile: Profile) -> Iterator[tuple[str, int, Profile]]:
-    """(axis, half, the profile without that half) of every axis that has enough values."""
+    """(axis, half, the profile without that half) of every axis that has enough values, and of all of them at once."""
+    table = profile.table
+    everything = [np.zeros(len(table), bool), np.zeros(len(table), bool)]
+    for axis in (*GEMM_AXES, *ATTENTION_AXES):
+        for half, out in enumerate(_halves(table, axis)):
+            everything[half] |= out
+            yield axis, half, type(profile)(table[~out].reset_index(drop=True), profile.provenance)
+    if not everything[1].any():
+        raise ExperimentError("coverage: too few values were measured to leave half of any axis out")
+    for half, out in enumerate(everything):
+        yield EVERYTHING, half, type(profile)(table[~out].reset_index(drop=True), profile.provenance)
+
+
+def _halves(table: pd.DataFrame, axis: str) -> list[NDArray[np.bool_]]:
+    """Rows of each half of an axis; none where it has too few values to leave half of them out."""
     from profiler.attention_fit import batch_columns
     from profiler.holdout import USED_ROWS, folds
+    from profiler.noise import USED_WIDTHS
 
-    table = profile.table
-    batches = batch_columns(table)
-    attention = (table["operator"] == "attention").to_numpy()
-    gemms = ((table["k"] > 0) & (table["operator"] != "head")).to_numpy()
-    for axis in AXES:
-        mine = gemms if axis == "rows" else attention & ~batches["twin"].to_numpy()
-        values = table["rows"].to_numpy(float) if axis == "rows" else batches[axis].to_numpy(float)
-        most = USED_ROWS if axis == "rows" else np.inf  # contexts beyond that many tokens are left out like any other
-        for half, chosen in enumerate(folds(values[mine], most=most)):
-            out = mine & np.isin(values, chosen)
-            if not out.any() or out[mine].all():
-                raise ExperimentError(f"coverage: {axis}: too few values were measured to leave half of them out")
-            yield axis, half, type(profile)(table[~out].reset_index(drop=True), profile.provenance)
+    if axis in GEMM_AXES:
+        mine = ((table["k"] > 0) & (table["operator"] != "head")).to_numpy()
+        if axis != "rows" and len(table.loc[mine, ["n", "k"]].drop_duplicates()) <= MANY_SHAPES:
+            return []
+        values = table[axis].to_numpy(float)
+        bounds: Any = (-np.inf, USED_ROWS) if axis == "rows" else USED_WIDTHS
+    else:
+        batches = batch_columns(table)
+        mine = (table["operator"] == "attention").to_numpy() & ~batches["twin"].to_numpy()
+        # Contexts beyond as many tokens as GEMMs are left out to are left out like any other.
+        values, bounds = batches[axis].to_numpy(float), (-np.inf, np.inf)
+    parts = [mine & np.isin(values, chosen) for chosen in folds(values[mine], *bounds)]
+    return parts if len(parts) == 2 and all(out.any() and not out[mine].all() for out in parts) else []
 
 
-def _errors_of(tables: dict[str, pd.DataFrame], half: int) -> dict[str, dict[str, float]]:
+def errors_of(tables: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, float]]:
     from profiler.holdout import summary
 
-    mine = {name: table[table["fold"] == half] for name, table in tables.items()}
-    return summary({name: table for name, table in mine.items() if len(table)})
+    return summary(tables)

@@ -8,7 +8,6 @@ same cells, same operations in the same order, so both give equal numbers. Times
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,6 +75,8 @@ class AttentionTables:
         profiles measure them (an ablation). padded: batch sizes as a CUDA graph was captured for,
         which is when a kernel decides whether to split contexts.
         """
+        self._recipe = {"window": window, "fused": fused, "uneven": uneven, "typical": typical, "padded": padded}
+        self.source = source
         self.window = window or 0
         self.fused = fused
         self.contexts = Axis([*_CONTEXTS, *source.knots("context")])
@@ -162,16 +163,9 @@ class AttentionTables:
         packed = np.asarray(np.rint(line / GRAIN), np.int64) << PACKED
         return packed[0] + tokens, packed[1]
 
-    def scaled(self, decode: float, chunk: float, mixed: float) -> AttentionTables:
-        """The same tables with decodes alone, chunks alone and chunks beside decodes multiplied by a factor each."""
-        other = copy(self)
-        other._decode, other._beyond = self._decode * decode, self._beyond * decode
-        other._chunk, other._beside = self._chunk * chunk, self._beside * mixed
-        other._share_block, other._share_step = self._share_block * chunk, self._share_step * chunk
-        other._share_token = self._share_token * chunk
-        other._uneven = self._uneven * mixed
-        other._make_lists()
-        return other
+    def of(self, source: AttentionSource) -> AttentionTables:
+        """The tables of another source, made in the same way."""
+        return AttentionTables(source, **self._recipe)
 
     def _seen(self, context: Any) -> Any:
         """Contexts as attention sees them under a sliding window."""

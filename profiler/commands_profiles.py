@@ -63,9 +63,11 @@ def fit_command(
     fit = fit_device(table, hardware)
     if check:
         from profiler.holdout import held_out, summary, worst_cases
+        from profiler.spreads import measured_spreads
 
         tables = held_out(table, hardware)
-        fit = replace(fit, errors=summary(tables), worst=worst_cases(tables))
+        spreads = measured_spreads(tables, table, fit.noise)
+        fit = replace(fit, errors=summary(tables), worst=worst_cases(tables), spreads=spreads)
     write_model(fit, out)
     layouts = len(fit.attention) + len(fit.families)
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")

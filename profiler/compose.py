@@ -82,7 +82,9 @@ def compose(
         region,
         parts.terms,
         _send(hardware, spec, pipeline_link),
-        half_widths=half_widths(fit.errors, region.composed),
+        half_widths=half_widths(fit.errors, region.composed, frozenset(fit.spreads)),
+        spreads=fit.spreads,
+        gemms={gemm.name: (gemm.n, gemm.k) for gemm in (*spec.gemms(tp), spec.head_gemm(tp))},
         provenance=parts.provenance(),
     )
     return FittedModel(engine)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from profiler.attention_tables import AttentionTables
 from profiler.engine_terms import EngineTerms
+from profiler.spreads import Spread
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 
@@ -41,7 +42,8 @@ class Engine:
 
     layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
     the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
-    half_widths: of 90 % intervals by operator (`profiler.intervals`).
+    half_widths: of 90 % intervals by operator, one factor for all shapes; spreads: errors that differ from shape to shape
+    (`profiler.intervals`); gemms: (n, k) of each linear layer.
     """
 
     name: str
@@ -56,4 +58,6 @@ class Engine:
     send: tuple[float, float] = (0.0, 0.0)
     tile: int = 128
     half_widths: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    gemms: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

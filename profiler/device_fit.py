@@ -28,6 +28,7 @@ from profiler.lattice import Lattice
 from profiler.learnt_gemms import learnt_gemms
 from profiler.noise import attention_floors, gemm_floor, summary
 from profiler.row_curves import RowCurve
+from profiler.spreads import Spread
 
 if TYPE_CHECKING:
     from profiler.hardware import Hardware
@@ -50,7 +51,7 @@ class DeviceFit:
     gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
     the models that were measured themselves, as (model, tensor_parallel). terms: `EngineTerms` that differ from their
     defaults, after a calibration on a live run. errors: held-out errors by operator (see
-    `profiler.holdout`), worst: their worst cases by name. noise: relative spread of repeats by operator, or where a
+    `profiler.holdout`), worst: their worst cases by name; spreads: what is drawn from them (`profiler.spreads`). noise: relative spread of repeats by operator, or where a
     profile keeps none its floor (`profiler.noise`).
     """
 
@@ -67,6 +68,7 @@ class DeviceFit:
     errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
     worst: tuple[str, ...] = ()
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
 
     def curve(self, operator: str, n: int, k: int) -> RowCurve | None:
         """The curve measured for this operator and width, or for a GEMM of no particular model with it."""

@@ -13,9 +13,11 @@ from policies.batch import BatchShape
 from policies.request import Ns
 from profiler.attention_lookup import AttentionLookup
 from profiler.composed import Engine, RowTerms
+from profiler.error_field import DrawnAttention, ErrorField
 from profiler.errors import ProfileError
 from profiler.intervals import factors
 from profiler.shapes import ShapeColumns
+from profiler.spreads import Spread
 
 Column = NDArray[np.int64]
 
@@ -309,16 +311,27 @@ class FittedModel:
         )
 
     def perturbed(self, seed: int) -> FittedModel:
-        """The same model with each operator and the host off by one factor, drawn as its held-out error says.
+        """The same model off by errors drawn as its held-out ones are: from shape to shape where they were measured,
+        by one factor an operator where they were not, and for the host.
 
         Runs over many seeds turn the model's uncertainty into intervals of any statistic.
         """
         engine, drawn = self.engine, factors(self.engine.half_widths, seed)
+        by_operator: dict[str, list[Spread]] = {}
+        for spread in engine.spreads.values():
+            by_operator.setdefault(spread.operator, []).append(spread)
+        fields = {name: ErrorField(parts, seed) for name, parts in by_operator.items()}
+        gemm = fields.get("gemm")
+
+        def off(name: str, rows: NDArray[np.float64]) -> Any:
+            factor = drawn.get(name, 1.0)
+            shape = engine.gemms.get(name)
+            return factor if gemm is None or shape is None else factor * gemm.factors(rows, *shape)[:, 0, 0]
 
         def scaled(terms: RowTerms) -> RowTerms:
-            return lambda rows: {name: us * drawn.get(name, 1.0) for name, us in terms(rows).items()}
+            return lambda rows: {name: us * off(name, rows) for name, us in terms(rows).items()}
 
-        host = {name: value * drawn["host"] for name, value in asdict(engine.terms).items() if name.startswith("host_")}
+        host = {name: value * drawn.get("host", 1.0) for name, value in asdict(engine.terms).items() if name.startswith("host_")}
         changed = replace(
             engine,
             name=f"{engine.name} draw {seed}",
@@ -326,7 +339,7 @@ class FittedModel:
             first_rows=scaled(engine.first_rows),
             last_rows=scaled(engine.last_rows),
             sampled=scaled(engine.sampled),
-            attention=engine.attention.scaled(drawn["decode"], drawn["prefill"], drawn["mixed"]),
+            attention=engine.attention.of(DrawnAttention(engine.attention.source, fields, drawn)),
             terms=replace(engine.terms, **host),
             provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
         )

@@ -35,11 +35,15 @@ _SOURCES = {
 }
 
 
-def half_widths(errors: Mapping[str, Mapping[str, float]], composed: tuple[str, ...]) -> dict[str, float]:
-    """Half-widths of 90 % intervals by operator.
+def half_widths(
+    errors: Mapping[str, Mapping[str, float]], composed: tuple[str, ...], spreads: frozenset[str] = frozenset()
+) -> dict[str, float]:
+    """Half-widths of 90 % intervals of what is off by one factor for all its shapes, by operator.
 
     errors: of the fit, as `profiler.holdout.summary` gives them; where batches that an engine can run were told apart,
-    theirs count. composed: operators that were not measured in this width, as `Region.composed` names them.
+    theirs count. composed: operators that were not measured in this width, as `Region.composed` names them. spreads:
+    names of errors that are drawn from shape to shape (`profiler.spreads`); an operator that is told by them has no
+    factor besides.
     """
 
     def widest(kind: str) -> float:
@@ -53,6 +57,12 @@ def half_widths(errors: Mapping[str, Mapping[str, float]], composed: tuple[str, 
     widths["mixed"] = widest("mixed") if known_mixed else max(widths["decode"], widths["prefill"])
     for name in ("norm", "activation", "rotary", "embedding", "final_norm", "sampler", "all_reduce"):
         widths[name] = SPECIFIED if name in lacking else MEASURED
+    told = {name.split(" ")[0] for name in spreads}
+    between = {"gemm rows", "gemm widths", "gemm depths"} <= spreads
+    known = {name for name in GEMM_OPERATORS if "gemm" in told and (between or name not in lacking)}
+    if not any(name.startswith("attention ") for name in composed):
+        known |= told & {"decode", "prefill", "mixed"}
+    widths = {name: width for name, width in widths.items() if name not in known}
     return {**widths, "gather_logits": SPECIFIED, "qk_norm": SPECIFIED, "host": HOST}
 
 

@@ -36,6 +36,7 @@ from profiler.model_entry import Entry
 from profiler.prefill_law import PrefillLaw
 from profiler.profile import LAYER_GEMMS
 from profiler.row_curves import RowCurve
+from profiler.spreads import as_document, read_spread
 
 Array = NDArray[np.float64]
 
@@ -93,6 +94,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
         "errors": {key: dict(value) for key, value in fit.errors.items()},
         "noise": dict(fit.noise),
         "worst": list(fit.worst),
+        "spreads": [as_document(item, keep) for item in fit.spreads.values()],
         "curves": [curve(item) for item in fit.curves],
         "collectives": [{"participants": item.participants, **curve(item.curve)} for item in fit.collectives],
         "gemm_law": fit.gemm_law and asdict(fit.gemm_law),
@@ -177,6 +179,7 @@ def read_model(path: str | Path) -> DeviceFit:
         errors={k: Entry(path, f"errors.{k}", v).numbers("p90") for k, v in entry.mapping("errors").items()},
         worst=listed(f"{path}: worst", entry.values.get("worst") or (), str, ProfileError),
         noise=Entry(path, "noise", entry.mapping("noise")).numbers(*entry.mapping("noise")),
+        spreads={item.name: item for item in (read_spread(one, arrays) for one in entry.items("spreads"))},
     )
 
 

@@ -1,0 +1,211 @@
+"""How far a fit is off where it has not measured, by structure and region: what random errors are drawn from.
+
+Held-out errors of six GPUs say three things. One structure's error tells nothing of the next one's (correlation along
+the axis that was left out: 0.0, next to it below 0), so an operator is not off by one factor. Along the other
+coordinates it is alike over some octaves. And its size differs by ten times between regions, with tails far heavier
+than normal. A `Spread` keeps just that of one operator and axis: quantiles of the error's size by region, and how far
+it reaches along the other coordinates. `profiler.error_field` draws from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.attention_fit import batch_columns
+from profiler.intervals import IN_MEMORY
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from profiler.model_entry import Entry
+    from profiler.profile import Profile
+
+Array = NDArray[np.float64]
+
+COORDINATES = {
+    "gemm": ("rows", "n", "k"),
+    "decode": ("decodes", "context"),
+    "prefill": ("tokens", "prefix"),
+    "mixed": ("tokens", "prefix", "decodes", "context"),
+}
+AXES = {
+    "gemm rows": "rows", "gemm widths": "n", "gemm depths": "k",
+    "decode batch sizes": "decodes", "decode contexts": "context",
+    "prefill chunk sizes": "tokens", "prefill prefixes": "prefix",
+    "mixed chunk sizes": "tokens", "mixed prefixes": "prefix",
+    "mixed batch sizes": "decodes", "mixed contexts": "context",
+}  # fmt: skip
+"""Tables of `profiler.holdout.held_out`, and the coordinate whose values were left out."""
+
+LEVELS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 1.0)
+"""Quantiles of |log(predicted / measured)| that are kept."""
+LEAST_STRUCTURES = 4
+WINDOW = 0.75
+"""A region: the structures within so many octaves of its centre, and at least so many of the nearest."""
+REACHES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Octaves between independent errors along a coordinate that was not left out; a fit takes what its errors show."""
+LAGS = (0.05, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0)
+MOST_PAIRED = 40
+LARGEST = 5.0
+"""Largest |log error| that a file may hold."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Errors of one operator where one axis lies between measured values.
+
+    knots: those values. centres: of the regions, in octaves of the axis. sizes: a row a region, the quantiles LEVELS of
+    |log error|. reach: octaves by the other coordinates. floor: what is left of the error at a measured value, where
+    repeats scatter too.
+    """
+
+    name: str
+    knots: Array
+    centres: Array
+    sizes: Array
+    reach: Mapping[str, float]
+    floor: float = 0.0
+
+    @property
+    def operator(self) -> str:
+        return self.name.split(" ")[0]
+
+    @property
+    def axis(self) -> str:
+        return AXES[self.name]
+
+
+def octaves(values: Any) -> Array:
+    """Where a coordinate lies; a prefix or context of 0 lies at 0."""
+    return np.asarray(np.log2(np.asarray(values, float) + 1.0))
+
+
+def measured_spreads(
+    tables: Mapping[str, pd.DataFrame], profile: Profile, noise: Mapping[str, float] | None = None
+) -> dict[str, Spread]:
+    """Spreads of all tables of `held_out` (batches that an engine can run, where those were told apart).
+
+    profile: what is measured, and so where no error is drawn. noise: `DeviceFit.noise`; its medians over those of the
+    errors are what is left at measured values.
+    """
+    found = {}
+    for name, axis in AXES.items():
+        table = tables.get(name + IN_MEMORY, tables.get(name))
+        if table is None or not len(table):
+            continue
+        operator = name.split(" ")[0]
+        places = {one: octaves(values) for one, values in _coordinates(table, operator).items()}
+        error = np.log(table["predicted_us"].to_numpy(float) / table["us"].to_numpy(float))
+        centres, sizes = _regions(places[axis], np.abs(error))
+        reach = {one: _reach(table, places, error, axis, one) for one in COORDINATES[operator] if one != axis}
+        floor = (noise or {}).get(f"{operator} median", 0.0) / max(float(np.median(np.abs(error))), 1e-9)
+        found[name] = Spread(name, _measured(profile, name), centres, sizes, reach, min(floor, 1.0))
+    return found
+
+
+def without_floor(spreads: Mapping[str, Spread]) -> dict[str, Spread]:
+    """The same with no error left at measured values."""
+    return {name: replace(spread, floor=0.0) for name, spread in spreads.items()}
+
+
+def _coordinates(table: pd.DataFrame, operator: str) -> dict[str, Any]:
+    if operator == "gemm":
+        return {name: table[name].to_numpy(float) for name in COORDINATES["gemm"]}
+    batches = batch_columns(table.assign(median_s=table["us"], decode_context_max=0.0, backend=""))
+    return {name: batches[name].to_numpy(float) for name in COORDINATES[operator]}
+
+
+def _measured(profile: Profile, name: str) -> Array:
+    """Values of the axis that a profile holds."""
+    table, axis = profile.table, AXES[name]
+    if name.startswith("gemm"):
+        return np.unique(table.loc[(table["k"] > 0) & (table["operator"] != "head"), axis].to_numpy(float))
+    batches = batch_columns(profile.rows_of("attention"))
+    chunk, decodes = batches["tokens"] > 0, batches["decodes"] > 0
+    mine = {"decode": ~chunk, "prefill": chunk & ~decodes, "mixed": chunk & decodes}[name.split(" ")[0]]
+    return np.unique(batches.loc[mine & ~batches["twin"], axis].to_numpy(float))
+
+
+def _regions(place: Array, size: Array) -> tuple[Array, Array]:
+    """Centres an octave apart, and the quantiles of the errors around each."""
+    structures = np.unique(place)
+    centres = np.unique(np.round(structures))
+    rows = []
+    for centre in centres:
+        apart = np.sort(np.abs(structures - centre))
+        within = max(WINDOW, apart[min(LEAST_STRUCTURES, len(apart)) - 1])
+        rows.append(np.quantile(size[np.abs(place - centre) <= within + 1e-9], LEVELS))
+    return centres, np.array(rows)
+
+
+def _reach(table: pd.DataFrame, places: Mapping[str, Array], error: Array, axis: str, along: str) -> float:
+    """Octaves along `along` after which errors are independent: the likest of REACHES to what pairs of errors show
+    that differ in this coordinate alone."""
+    near = np.round(places[axis])
+    sizes = {place: max(float(np.sqrt(np.mean(error[near == place] ** 2))), 1e-9) for place in np.unique(near)}
+    scaled = np.clip(error / np.array([sizes[place] for place in near]), -3.0, 3.0)
+    same = np.stack([values for name, values in places.items() if name != along] + [table["fold"].to_numpy(float)])
+    layout = table[["heads", "kv_heads"]].to_numpy(float).T
+    _, group = np.unique(np.round(np.concatenate([same, layout]), 2), axis=1, return_inverse=True)
+    order = np.argsort(group.ravel(), kind="stable")
+    cuts = np.flatnonzero(np.diff(group.ravel()[order])) + 1
+    random = np.random.default_rng(0)
+    apart, product = [], []
+    for rows in np.split(order, cuts):
+        rows = random.choice(rows, MOST_PAIRED, replace=False) if len(rows) > MOST_PAIRED else rows
+        one, other = np.triu_indices(len(rows), 1)
+        apart.append(np.abs(places[along][rows[one]] - places[along][rows[other]]))
+        product.append(scaled[rows[one]] * scaled[rows[other]])
+    distance, alike = np.concatenate(apart), np.concatenate(product) / max(float(np.mean(scaled**2)), 1e-9)
+    bins = np.digitize(distance, LAGS)
+    used = [place for place in range(1, len(LAGS)) if (bins == place).any()]
+    if not used:
+        return REACHES[-1]  # nothing to tell by: alike everywhere is the cautious reading
+    count = np.array([(bins == place).sum() for place in used], float)
+    mean = np.array([alike[bins == place].mean() for place in used])
+    lag = np.array([distance[bins == place].mean() for place in used])
+    return min(REACHES, key=lambda reach: float(np.sum(count * (mean - likeness(lag / reach)) ** 2)))
+
+
+def likeness(apart: Any) -> Array:
+    """Correlation of `profiler.error_field` at distances in units of its reach: a lattice of independent values at
+    whole numbers and a random place, with straight lines between (a cubic B-spline over its height)."""
+    d = np.abs(np.asarray(apart, float))
+    near = 1.0 - 1.5 * d**2 + 0.75 * d**3
+    return np.asarray(np.where(d < 1.0, near, np.where(d < 2.0, 0.25 * np.maximum(2.0 - d, 0.0) ** 3, 0.0)))
+
+
+# --- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def as_document(spread: Spread, keep: Callable[[Any], list[int]]) -> dict[str, Any]:
+    """As JSON; keep: puts an array into the file of arrays and says where it lies."""
+    arrays = {"knots": keep(spread.knots), "centres": keep(spread.centres), "sizes": keep(spread.sizes)}
+    return {"name": spread.name, **arrays, "reach": dict(spread.reach), "floor": spread.floor}
+
+
+def read_spread(entry: Entry, arrays: Array) -> Spread:
+    """Of a file that nobody vouches for: every value is checked."""
+    name = entry.text("name")
+    if name not in AXES:
+        entry.fail("name", name, f"one of {', '.join(AXES)}")
+    knots, centres, sizes = (entry.array(key, arrays) for key in ("knots", "centres", "sizes"))
+    for key, values in (("knots", knots), ("centres", centres)):
+        if values.ndim != 1 or (np.diff(values) <= 0).any() or values[0] < 0:
+            entry.fail(key, "descending or negative values", "ascending values")
+    if sizes.shape != (len(centres), len(LEVELS)):
+        entry.fail("sizes", sizes.shape, f"shape {(len(centres), len(LEVELS))}")
+    if (np.diff(sizes, axis=1) < 0).any() or sizes.min() < 0 or sizes.max() > LARGEST:
+        entry.fail("sizes", "quantiles out of order or bounds", f"ascending from 0 to {LARGEST:g}")
+    reach = type(entry)(entry.path, f"{entry.where}.reach", entry.values.get("reach"))
+    others = [one for one in COORDINATES[name.split(" ")[0]] if one != AXES[name]]
+    if set(reach.values) != set(others):
+        entry.fail("reach", sorted(reach.values), f"{', '.join(others)}")
+    floor = entry.number("floor", 0.0, 1.0)
+    octaves_by = {one: reach.number(one, min(REACHES), max(REACHES)) for one in others}
+    return Spread(name, knots, centres, sizes, octaves_by, floor)
