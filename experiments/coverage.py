@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from profiler.fitted import FittedModel
     from profiler.profile import Profile
-    from profiler.spreads import Spread
     from workloads import Trace
 
 STATISTICS = tuple(f"{family}_s_{name}" for family in ("ttft", "tpot", "e2e") for name in ("mean", "p50", "p90"))
@@ -62,26 +60,34 @@ class Covered:
 
 
 @dataclass(frozen=True)
-class CoveredAxis:
-    """What was found about one axis: intervals that held, and medians and the worst over its statistics and halves."""
+class CoveredPart:
+    """What was found about one axis, or one statistic: intervals that held, their mean width, errors."""
 
-    axis: str
+    name: str
     held: int
     count: int
-    median_width: float
+    mean_width: float
     median_error: float
     worst_error: float
 
 
-def by_axis(found: Sequence[Covered]) -> list[CoveredAxis]:
+def by_axis(found: Sequence[Covered]) -> list[CoveredPart]:
     """One row per axis, in the order found."""
-    rows = []
-    for axis in dict.fromkeys(row.axis for row in found):
-        mine = [row for row in found if row.axis == axis]
-        errors = [abs(row.predicted / row.truth - 1) for row in mine]
-        width, error = float(np.median([row.width for row in mine])), float(np.median(errors))
-        rows.append(CoveredAxis(axis, sum(row.inside for row in mine), len(mine), width, error, max(errors)))
-    return rows
+    return [
+        _part(axis, [row for row in found if row.axis == axis]) for axis in dict.fromkeys(row.axis for row in found)
+    ]
+
+
+def by_statistic(found: Sequence[Covered]) -> list[CoveredPart]:
+    """One row per family of statistics (TTFT, TPOT, E2E), over all axes."""
+    families = dict.fromkeys(row.statistic.split("_")[0] for row in found)
+    return [_part(family, [row for row in found if row.statistic.startswith(family)]) for family in families]
+
+
+def _part(name: str, rows: Sequence[Covered]) -> CoveredPart:
+    errors = [abs(row.predicted / row.truth - 1) for row in rows]
+    width = float(np.mean([row.width for row in rows]))
+    return CoveredPart(name, sum(row.inside for row in rows), len(rows), width, float(np.median(errors)), max(errors))
 
 
 def share_held(found: Sequence[Covered]) -> tuple[float, float]:
@@ -114,7 +120,7 @@ def measure_coverage(
     from profiler.device_fit import fit_device
     from profiler.hardware import load_hardware
     from profiler.holdout import held_out
-    from profiler.intervals import half_widths
+    from profiler.intervals import GEMM_OPERATORS, half_widths
     from profiler.model_config import load_model_spec
     from profiler.spreads import measured_spreads
     from simulator import replay
@@ -137,16 +143,14 @@ def measure_coverage(
         cost = compose(fit_device(part, hardware), spec, hardware, tp=degree)
         mine = {name: table[table["fold"] != half] for name, table in tables.items()}
         mine = {name: table for name, table in mine.items() if len(table)}
-        widths: dict[str, float] = {}
-        spreads: dict[str, Spread] = {}
-        if one_factor:
-            widths = half_widths(errors_of(mine), cost.engine.region.composed)
-        else:
-            spreads = {
-                name: spread
-                for name, spread in measured_spreads(mine, part).items()
-                if axis in (spread.axis, EVERYTHING)
-            }
+        spreads = {} if one_factor else measured_spreads(mine, part)
+        widths = half_widths(errors_of(mine), cost.engine.region.composed, frozenset(spreads))
+        if not one_factor:
+            spreads = {name: spread for name, spread in spreads.items() if axis in (spread.axis, EVERYTHING)}
+            # What was not measured itself is off by a factor besides: linear layers of other widths, mixed batches.
+            apart = (*GEMM_OPERATORS, "mixed")
+            apart = apart if axis == EVERYTHING else apart[:-1] if axis in GEMM_AXES else apart[-1:]
+            widths = {name: width for name, width in widths.items() if name in apart}
         cost = type(cost)(replace(cost.engine, half_widths=widths, spreads=spreads))
         drawn = [cost.perturbed(seed) for seed in range(runs)]
         for workload, trace in workloads.items():

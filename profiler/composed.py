@@ -42,8 +42,8 @@ class Engine:
 
     layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
     the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
-    half_widths: of 90 % intervals by operator, one factor for all shapes; spreads: errors that differ from shape to shape
-    (`profiler.intervals`); gemms: (n, k) of each linear layer.
+    half_widths: of 90 % intervals by operator, one factor for all shapes (`profiler.intervals`); spreads: errors that
+    differ from shape to shape (`profiler.spreads`); gemms: (n, k) of each linear layer.
     """
 
     name: str

@@ -51,8 +51,8 @@ class DeviceFit:
     gpu: its name in the hardware table. curves: row operators; several GEMMs carry the operator name "gemm". profiled:
     the models that were measured themselves, as (model, tensor_parallel). terms: `EngineTerms` that differ from their
     defaults, after a calibration on a live run. errors: held-out errors by operator (see
-    `profiler.holdout`), worst: their worst cases by name; spreads: what is drawn from them (`profiler.spreads`). noise: relative spread of repeats by operator, or where a
-    profile keeps none its floor (`profiler.noise`).
+    `profiler.holdout`), worst: their worst cases by name; spreads: what is drawn from them (`profiler.spreads`).
+    noise: relative spread of repeats by operator, or where a profile keeps none its floor (`profiler.noise`).
     """
 
     gpu: str

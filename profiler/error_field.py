@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.spreads import COORDINATES, LEVELS, Spread, octaves
+from profiler.spreads import COORDINATES, Spread, octaves
 
 if TYPE_CHECKING:
     from profiler.attention_tables import AttentionSource
@@ -108,6 +108,11 @@ class DrawnAttention:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
+    @property
+    def differs(self) -> bool:
+        """Whether anything is off at all."""
+        return any(kind in self._fields or self._more.get(kind, 1.0) != 1.0 for kind in ("decode", "prefill", "mixed"))
+
     def knots(self, axis: str, most: int | None = None) -> Array:
         """The fit's, and in small tables the middle between two, where errors are largest."""
         if most is None:
@@ -129,4 +134,4 @@ class DrawnAttention:
         """us: on the grid of the coordinates, each of which varies along a dimension of its own."""
         us = us * self._more.get(kind, 1.0)
         field = self._fields.get(kind)
-        return us if field is None else us * field.factors(*coordinates)
+        return us if field is None else us * field.factors(*coordinates).reshape(np.shape(us))

@@ -331,7 +331,9 @@ class FittedModel:
         def scaled(terms: RowTerms) -> RowTerms:
             return lambda rows: {name: us * off(name, rows) for name, us in terms(rows).items()}
 
-        host = {name: value * drawn.get("host", 1.0) for name, value in asdict(engine.terms).items() if name.startswith("host_")}
+        source = DrawnAttention(engine.attention.source, fields, drawn)
+        slower, terms = drawn.get("host", 1.0), asdict(engine.terms)
+        host = {name: value * slower for name, value in terms.items() if name.startswith("host_")}
         changed = replace(
             engine,
             name=f"{engine.name} draw {seed}",
@@ -339,7 +341,7 @@ class FittedModel:
             first_rows=scaled(engine.first_rows),
             last_rows=scaled(engine.last_rows),
             sampled=scaled(engine.sampled),
-            attention=engine.attention.of(DrawnAttention(engine.attention.source, fields, drawn)),
+            attention=engine.attention.of(source) if source.differs else engine.attention,
             terms=replace(engine.terms, **host),
             provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
         )

@@ -25,6 +25,7 @@ from profiler.learnt_gemms import ROWS, WIDTHS, learnt_gemms
 from profiler.noise import USED_GROUPS, USED_HEAD, USED_ROWS, USED_WIDTHS
 from profiler.profile import parse_chunks
 from profiler.row_curves import RowCurve
+from profiler.spreads import held_by_rows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,31 +73,23 @@ def held_out(profile: Profile, hardware: Hardware, *, iterations: bool = True) -
 
 
 def summary(tables: Mapping[str, pd.DataFrame]) -> dict[str, dict[str, float]]:
-    """Median, P90, P95, mean and interval coverage of the relative error of each table of `held_out`, and its rows."""
+    """Median, P90, P95 and mean of the relative error of each table of `held_out`, and its rows; how many rows of one
+    half a 90 % interval of the other half's errors holds, and how wide it is."""
     rows = {}
     for name, table in tables.items():
         error = (table["predicted_us"] / table["us"] - 1).to_numpy(float)
         size = np.abs(error)
+        coverage, width = held_by_rows(name, table)
         rows[name] = {
             "count": float(len(error)),
             "median": float(np.median(size)),
             "p90": float(np.quantile(size, 0.9)),
             "p95": float(np.quantile(size, 0.95)),
             "bias": float(np.mean(error)),
-            "coverage": _coverage(size, table["fold"].to_numpy()),
+            "coverage": coverage,
+            "width": width,
         }
     return rows
-
-
-def _coverage(size: Array, fold: Array) -> float:
-    """Share of one half's errors within the P90 of the other half's: what a 90 % interval from these errors would
-    cover."""
-    covered = [
-        float((size[fold == one] <= np.quantile(size[fold == other], 0.9)).mean())
-        for one, other in ((0, 1), (1, 0))
-        if (fold == one).any() and (fold == other).any()
-    ]
-    return float(np.mean(covered)) if covered else float("nan")
 
 
 def worst_cases(tables: Mapping[str, pd.DataFrame], each: int = 2) -> tuple[str, ...]:

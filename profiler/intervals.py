@@ -1,8 +1,9 @@
-"""How far a prediction may be off, operator by operator, as one random draw: what `replay --runs` repeats.
+"""How far a prediction may be off by one factor for all shapes of an operator: what `replay --runs` repeats.
 
-An operator's error is taken as one factor for all its shapes within a run (errors of neighbouring shapes are alike, and
-one factor is the cautious reading), log-normal, with the P90 of its held-out error as the half-width of 90 %. Host time
-scatters as in step logs of real vLLM.
+That is how an operator is off that was not measured itself: norms of another width, mixed batches where each kind was
+measured alone, terms that rest on specifications, the host. The factor is log-normal, with the P90 of whatever
+held-out error is nearest as the half-width of 90 %. What was measured is off by another error at every structure
+instead (`profiler.spreads`, `profiler.error_field`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ SPECIFIED = 0.30
 """Half-widths of operators without held-out errors: measured curves of norms, activations, all-reduces; and terms that
 rest on specifications alone."""
 HOST = 0.30
-"""Half-width of host time: 5 to 95 % of the steps in four vLLM logs lie 16 to 31 % below and 28 to 58 % above a
-line."""
+"""Half-width of host time, as a level of a whole run: four vLLM logs lie 29 % below to 21 % above one line through all of
+them. Single steps scatter as much again, which a run averages out."""
 
 IN_MEMORY = ", in memory"
 """Ends the names of errors that leave out batches whose keys do not fit on the card beside the model that was profiled,

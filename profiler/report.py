@@ -30,7 +30,7 @@ def report(fit: DeviceFit) -> dict[str, Any]:
         "region": _region(fit),
         "held_out": {name: dict(error) for name, error in fit.errors.items()},
         "noise": dict(fit.noise),
-        "half_widths_90": half_widths(fit.errors, ()),
+        "half_widths_90": half_widths(fit.errors, (), frozenset(fit.spreads)),
         "worst": list(fit.worst),
     }
 
@@ -104,11 +104,11 @@ def text(facts: Mapping[str, Any]) -> str:
     lines.append("measured region")
     lines += [f"  {name}: {_plain(value)}" for name, value in facts["region"].items()]
     lines.append("errors on structures left out, refitted without them")
-    lines.append(f"  {'':32}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 % interval covers; noise floor")
+    lines.append(f"  {'':32}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 %: held, width; noise")
     for name, error in facts["held_out"].items():
         beyond = " *" if error["median"] > AIMS["median"] or error["p95"] > AIMS["p95"] else ""
         cells = "".join(f"{error[key]:8.1%}" for key in ("median", "p90", "p95", "bias"))
-        covers = f"{error['coverage']:6.1%}{beyond:2}"
+        covers = f"{error['coverage']:6.1%} {error.get('width', error['p90']):5.1%}{beyond:2}"
         lines.append(f"  {name:32}{cells}{error['count']:8.0f}  {covers}{_floor(facts['noise'], name)}")
     lines.append(f"  * beyond the aims: median {AIMS['median']:.0%}, P95 {AIMS['p95']:.0%}")
     repeats = {name: value for name, value in facts["noise"].items() if not name.endswith((" median", " p95"))}

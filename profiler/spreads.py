@@ -10,7 +10,7 @@ it reaches along the other coordinates. `profiler.error_field` draws from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,9 +44,10 @@ AXES = {
 
 LEVELS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 1.0)
 """Quantiles of |log(predicted / measured)| that are kept."""
-LEAST_STRUCTURES = 4
+LEAST_STRUCTURES = 8
 WINDOW = 0.75
-"""A region: the structures within so many octaves of its centre, and at least so many of the nearest."""
+"""A region: the structures within so many octaves of its centre, and at least so many of the nearest: structures are
+what is independent, and fewer do not show a tail."""
 REACHES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Octaves between independent errors along a coordinate that was not left out; a fit takes what its errors show."""
 LAGS = (0.05, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0)
@@ -108,9 +109,25 @@ def measured_spreads(
     return found
 
 
-def without_floor(spreads: Mapping[str, Spread]) -> dict[str, Spread]:
-    """The same with no error left at measured values."""
-    return {name: replace(spread, floor=0.0) for name, spread in spreads.items()}
+def held_by_rows(name: str, table: pd.DataFrame) -> tuple[float, float]:
+    """Share of one half's rows whose error lies within 90 % of what the other half shows in their region, and the mean
+    of these half-widths; both halves in turn. A table that is no operator's is one region."""
+    error = np.abs(np.log(table["predicted_us"].to_numpy(float) / table["us"].to_numpy(float)))
+    axis = AXES.get(name.removesuffix(IN_MEMORY))
+    place = np.zeros(len(error))
+    if axis is not None:
+        place = octaves(_coordinates(table, name.split(" ")[0])[axis])
+    fold = table["fold"].to_numpy()
+    shares, widths = [], []
+    for one, other in ((0, 1), (1, 0)):
+        if not (fold == one).any() or not (fold == other).any():
+            continue
+        centres, sizes = _regions(place[fold == other], error[fold == other])
+        region = np.abs(place[fold == one][:, None] - centres).argmin(axis=1)
+        limit = sizes[region, LEVELS.index(0.9)]
+        shares.append(float((error[fold == one] <= limit).mean()))
+        widths.append(float(np.expm1(limit).mean()))
+    return (float(np.mean(shares)), float(np.mean(widths))) if shares else (float("nan"), float("nan"))
 
 
 def _coordinates(table: pd.DataFrame, operator: str) -> dict[str, Any]:
@@ -128,7 +145,8 @@ def _measured(profile: Profile, name: str) -> Array:
     batches = batch_columns(profile.rows_of("attention"))
     chunk, decodes = batches["tokens"] > 0, batches["decodes"] > 0
     mine = {"decode": ~chunk, "prefill": chunk & ~decodes, "mixed": chunk & decodes}[name.split(" ")[0]]
-    return np.unique(batches.loc[mine & ~batches["twin"], axis].to_numpy(float))
+    even = (batches["longest"] <= np.ceil(batches["context"])) & ~batches["twin"]
+    return np.unique(batches.loc[mine & even, axis].to_numpy(float))
 
 
 def _regions(place: Array, size: Array) -> tuple[Array, Array]:
@@ -149,11 +167,13 @@ def _reach(table: pd.DataFrame, places: Mapping[str, Array], error: Array, axis:
     near = np.round(places[axis])
     sizes = {place: max(float(np.sqrt(np.mean(error[near == place] ** 2))), 1e-9) for place in np.unique(near)}
     scaled = np.clip(error / np.array([sizes[place] for place in near]), -3.0, 3.0)
-    same = np.stack([values for name, values in places.items() if name != along] + [table["fold"].to_numpy(float)])
-    layout = table[["heads", "kv_heads"]].to_numpy(float).T
-    _, group = np.unique(np.round(np.concatenate([same, layout]), 2), axis=1, return_inverse=True)
-    order = np.argsort(group.ravel(), kind="stable")
-    cuts = np.flatnonzero(np.diff(group.ravel()[order])) + 1
+    group = np.zeros(len(error), np.int64)
+    for column in (*(place for name, place in places.items() if name != along),
+                   *(table[name].to_numpy(float) for name in ("fold", "heads", "kv_heads"))):  # fmt: skip
+        _, code = np.unique(np.round(column, 2), return_inverse=True)
+        _, group = np.unique(group * (int(code.max()) + 1) + code, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    cuts = np.flatnonzero(np.diff(group[order])) + 1
     random = np.random.default_rng(0)
     apart, product = [], []
     for rows in np.split(order, cuts):

@@ -1,8 +1,8 @@
 """How unsure a prediction is: the same replay under cost models drawn from the fitted one's own error.
 
-A fitted model knows its error on structures it has not seen. `perturbed(seed)` draws a model that it allows:
-one factor per operator (one that is 3 % slow is so at every shape) and one for the host. Policies that plan by time
-keep planning by the fitted model: an engine does not know its residual. The spread of a statistic
+A fitted model knows its error on structures it has not seen. `perturbed(seed)` draws a model that it allows: every
+operator off by another error between any two measured structures, as held-out ones are, and the host by one factor.
+Policies that plan by time keep planning by the fitted model: an engine does not know its residual. The spread of a statistic
 over such draws is what the costs leave open; it says nothing of the workload's chance (`compare --seeds` does).
 """
 

@@ -37,7 +37,7 @@ def test_long_contexts_are_left_out_too_but_gemms_only_to_the_rows_that_batches_
 
 
 def test_an_even_number_of_statistics_has_its_median_between_the_middle_two() -> None:
-    found = [Covered("rows", 0, "e2e_s_mean", 1 - w, 1 + w, 1.0, truth) for w, truth in ((0.1, 1.0), (0.3, 2.0))]
+    found = [Covered("rows", 0, "a trace", "e2e_s_mean", 1 - w, 1 + w, 1.0, truth) for w, truth in ((0.1, 1.0), (0.3, 2.0))]
     row = by_axis(found)[0]
     assert (row.held, row.count) == (1, 2)
-    assert (row.median_width, row.median_error, row.worst_error) == pytest.approx((0.2, 0.25, 0.5))
+    assert (row.mean_width, row.median_error, row.worst_error) == pytest.approx((0.2, 0.25, 0.5))

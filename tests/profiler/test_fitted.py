@@ -251,15 +251,31 @@ def test_several_chunks_are_not_one_long_chunk() -> None:
 
 
 def test_draws_are_seeded_and_scatter_as_widely_as_the_held_out_errors() -> None:
+    """Halfway between two measured batch sizes and contexts, where both errors are whole."""
     fitted = model()
-    shape = BatchShape((), 64, 64_000, 1500, 0, 64)
+    shape = BatchShape((), 45, 45 * 1448, 1448, 0, 45)
     draws = [fitted.perturbed(seed).breakdown(shape)["attention"] for seed in range(40)]
     assert draws[7] == fitted.perturbed(7).breakdown(shape)["attention"]
-    width = fitted.engine.half_widths["decode"]
     plain = fitted.breakdown(shape)["attention"]
-    inside = sum(plain / (1 + width) <= draw <= plain * (1 + width) for draw in draws)
-    assert 0.7 * 40 <= inside <= 40
+    width = float(np.quantile(np.abs(np.log(np.array(draws) / plain)), 0.9))
+    errors = fitted.provenance()["held_out_errors"]
+    assert 0.5 * errors["decode batch sizes"]["p90"] < width < 3 * errors["decode batch sizes"]["p90"]
     assert fitted.perturbed(3).provenance()["perturbed"]["seed"] == 3
+
+
+def test_linear_layers_are_off_where_no_row_count_was_measured_and_nowhere_else() -> None:
+    fitted, drawn = model(), model().perturbed(5)
+    at, between = (
+        [one.breakdown(BatchShape((), 0, 0, 0, rows, 0))["ffn_up"] for one in (fitted, drawn)] for rows in (1040, 1048)
+    )
+    assert at[0] == at[1]
+    assert between[0] != between[1]
+
+
+def test_an_operator_that_was_measured_has_no_factor_of_its_own() -> None:
+    assert not {"ffn_up", "decode", "prefill", "mixed"} & set(model().engine.half_widths)
+    other = compose(shipped(), load_model_spec("mistral-7b-v0.2"), load_hardware("rtx4090"), tp=2)
+    assert {"ffn_up", "decode", "mixed"} <= set(other.engine.half_widths)
 
 
 # --- model files -----------------------------------------------------------------------------------------------------

@@ -89,7 +89,12 @@ def test_a_spread_is_read_back_and_a_false_one_refused(tmp_path: Path) -> None:
     assert set(again) == set(fit.spreads) >= {"gemm rows", "decode contexts", "mixed batch sizes"}
     assert again["gemm rows"].sizes == pytest.approx(fit.spreads["gemm rows"].sizes)
     whole = json.loads((tmp_path / "m.json").read_text())
-    for change in ({"name": "gemm colours"}, {"floor": 2.0}, {"reach": {"n": 1.0}}, {"sizes": whole["spreads"][0]["knots"]}):
+    for change in (
+        {"name": "gemm colours"},
+        {"floor": 2.0},
+        {"reach": {"n": 1.0}},
+        {"sizes": whole["spreads"][0]["knots"]},
+    ):
         entry = {**whole["spreads"][0], **change}
         (tmp_path / "m.json").write_text(json.dumps({**whole, "spreads": [entry]}))
         with pytest.raises(ProfileError, match=next(iter(change))):
