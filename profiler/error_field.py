@@ -2,7 +2,7 @@
 
 Between two measured values of an axis an error rises from nothing (or from what repeats scatter by) and falls again;
 each gap has its own, as held-out structures do. Along the other coordinates it is a lattice of independent normal
-values some octaves apart, at a random place, with straight lines between. A normal value becomes an error by the
+values some octaves apart, at a random place, with straight lines between, and a value of the whole gap. A normal value becomes an error by the
 quantiles that were measured in its region, so that sizes and tails are those of `profiler.spreads`. Errors of several
 axes add up.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from profiler.spreads import COORDINATES, Spread, octaves
 
 if TYPE_CHECKING:
-    from profiler.attention_tables import AttentionSource
+    from profiler.attention_tables import AttentionTables
 
 Array = NDArray[np.float64]
 
@@ -62,6 +62,7 @@ class _Part:
         self.phase = random.random(len(coordinates))
         nodes = [int(FARTHEST / reach) + 3 if reach else len(self.knots) + 1 for reach in self.reach]
         self.values = random.standard_normal(nodes)
+        self.whole = random.standard_normal(nodes[self.own])
 
     def errors(self, places: list[Array]) -> Array:
         """log error on a grid of octaves."""
@@ -77,6 +78,8 @@ class _Part:
             normal = line / np.sqrt((1.0 - share) ** 2 + share**2)
         # Along its own axis first, so that a region is a run of rows.
         rows = np.moveaxis(normal, self.own, 0)
+        gaps = np.searchsorted(self.knots, places[self.own], side="right").reshape([-1] + [1] * (rows.ndim - 1))
+        rows = np.sqrt(1.0 - self.spread.common) * rows + np.sqrt(self.spread.common) * self.whole[gaps]
         region = np.abs(places[self.own][:, None] - self.spread.centres).argmin(axis=1)
         size = np.empty_like(rows)
         for one in np.unique(region):
@@ -99,11 +102,14 @@ class _Part:
 
 
 class DrawnAttention:
-    """An attention fit whose times are off by drawn errors; everything else is the fit's."""
+    """Tables of attention whose times are off by drawn errors, as the source of other tables.
 
-    def __init__(self, source: AttentionSource, fields: Mapping[str, ErrorField], more: Mapping[str, float]) -> None:
+    Without errors those repeat the first ones, knots between theirs included: what differs is drawn.
+    """
+
+    def __init__(self, tables: AttentionTables, fields: Mapping[str, ErrorField], more: Mapping[str, float]) -> None:
         """fields: by "decode", "prefill", "mixed". more: one factor for all shapes of a kind."""
-        self._source, self._fields, self._more = source, fields, more
+        self._tables, self._source, self._fields, self._more = tables, tables.source, fields, more
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -121,10 +127,14 @@ class DrawnAttention:
         return np.concatenate([own, np.round(np.sqrt((own[1:] + 1.0) * (own[:-1] + 1.0)) - 1.0)])
 
     def decode_us(self, decodes: Any, context: Any, typical: bool = False) -> Array:
-        return self._off("decode", self._source.decode_us(decodes, context, typical), decodes, context)
+        count, mean = np.broadcast_arrays(np.asarray(decodes, np.int64), np.asarray(context, float))
+        ns = self._tables.decode_ns_of(count.ravel(), (count * mean).ravel(), mean.ravel())
+        return self._off("decode", ns.reshape(count.shape) * 1e-3, decodes, context)
 
     def prefill_us(self, tokens: Any, prefix: Any) -> Array:
-        return self._off("prefill", self._source.prefill_us(tokens, prefix), tokens, prefix)
+        rows, before = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
+        ns = self._tables.chunk_ns_of(rows.ravel(), before.ravel())
+        return self._off("prefill", ns.reshape(rows.shape) * 1e-3, tokens, prefix)
 
     def batch_us(self, tokens: Any, prefix: Any, decodes: Any, context: Any, typical: bool = False) -> Array:
         us = self._source.batch_us(tokens, prefix, decodes, context, typical)

@@ -331,7 +331,7 @@ class FittedModel:
         def scaled(terms: RowTerms) -> RowTerms:
             return lambda rows: {name: us * off(name, rows) for name, us in terms(rows).items()}
 
-        source = DrawnAttention(engine.attention.source, fields, drawn)
+        source = DrawnAttention(engine.attention, fields, drawn)
         slower, terms = drawn.get("host", 1.0), asdict(engine.terms)
         host = {name: value * slower for name, value in terms.items() if name.startswith("host_")}
         changed = replace(

@@ -19,8 +19,8 @@ SPECIFIED = 0.30
 """Half-widths of operators without held-out errors: measured curves of norms, activations, all-reduces; and terms that
 rest on specifications alone."""
 HOST = 0.30
-"""Half-width of host time, as a level of a whole run: four vLLM logs lie 29 % below to 21 % above one line through all of
-them. Single steps scatter as much again, which a run averages out."""
+"""Half-width of host time, as a level of a whole run: four vLLM logs lie 29 % below to 21 % above one line through all
+of them. Single steps scatter as much again, which a run averages out."""
 
 IN_MEMORY = ", in memory"
 """Ends the names of errors that leave out batches whose keys do not fit on the card beside the model that was profiled,

@@ -104,7 +104,8 @@ def text(facts: Mapping[str, Any]) -> str:
     lines.append("measured region")
     lines += [f"  {name}: {_plain(value)}" for name, value in facts["region"].items()]
     lines.append("errors on structures left out, refitted without them")
-    lines.append(f"  {'':32}{'median':>8}{'P90':>8}{'P95':>8}{'bias':>8}{'rows':>8}  90 %: held, width; noise")
+    heads = "".join(f"{head:>8}" for head in ("median", "P90", "P95", "bias", "rows"))
+    lines.append(f"  {'':32}{heads}  90 % interval: held, half-width; noise floor")
     for name, error in facts["held_out"].items():
         beyond = " *" if error["median"] > AIMS["median"] or error["p95"] > AIMS["p95"] else ""
         cells = "".join(f"{error[key]:8.1%}" for key in ("median", "p90", "p95", "bias"))

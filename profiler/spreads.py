@@ -62,7 +62,7 @@ class Spread:
 
     knots: those values. centres: of the regions, in octaves of the axis. sizes: a row a region, the quantiles LEVELS of
     |log error|. reach: octaves by the other coordinates. floor: what is left of the error at a measured value, where
-    repeats scatter too.
+    repeats scatter too. common: share of its variance that is the same at all other coordinates.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Spread:
     sizes: Array
     reach: Mapping[str, float]
     floor: float = 0.0
+    common: float = 0.0
 
     @property
     def operator(self) -> str:
@@ -103,9 +104,12 @@ def measured_spreads(
         places = {one: octaves(values) for one, values in _coordinates(table, operator).items()}
         error = np.log(table["predicted_us"].to_numpy(float) / table["us"].to_numpy(float))
         centres, sizes = _regions(places[axis], np.abs(error))
-        reach = {one: _reach(table, places, error, axis, one) for one in COORDINATES[operator] if one != axis}
+        scaled = _scaled(places[axis], error)
+        common = _common(places[axis], scaled)
+        others = [one for one in COORDINATES[operator] if one != axis]
+        reach = {one: _reach(table, places, scaled, common, one) for one in others}
         floor = (noise or {}).get(f"{operator} median", 0.0) / max(float(np.median(np.abs(error))), 1e-9)
-        found[name] = Spread(name, _measured(profile, name), centres, sizes, reach, min(floor, 1.0))
+        found[name] = Spread(name, _measured(profile, name), centres, sizes, reach, min(floor, 1.0), common)
     return found
 
 
@@ -161,13 +165,26 @@ def _regions(place: Array, size: Array) -> tuple[Array, Array]:
     return centres, np.array(rows)
 
 
-def _reach(table: pd.DataFrame, places: Mapping[str, Array], error: Array, axis: str, along: str) -> float:
-    """Octaves along `along` after which errors are independent: the likest of REACHES to what pairs of errors show
-    that differ in this coordinate alone."""
-    near = np.round(places[axis])
-    sizes = {place: max(float(np.sqrt(np.mean(error[near == place] ** 2))), 1e-9) for place in np.unique(near)}
-    scaled = np.clip(error / np.array([sizes[place] for place in near]), -3.0, 3.0)
-    group = np.zeros(len(error), np.int64)
+def _scaled(place: Array, error: Array) -> Array:
+    """Errors over what is usual within an octave of their place, the largest cut: they tell likeness, not size."""
+    near = np.round(place)
+    sizes = {one: max(float(np.sqrt(np.mean(error[near == one] ** 2))), 1e-9) for one in np.unique(near)}
+    scaled = np.clip(error / np.array([sizes[one] for one in near]), -3.0, 3.0)
+    return np.asarray(scaled / max(float(np.sqrt(np.mean(scaled**2))), 1e-9))
+
+
+def _common(place: Array, scaled: Array) -> float:
+    """Correlation of the errors of one structure, over all pairs of its rows."""
+    _, structure = np.unique(np.round(place, 4), return_inverse=True)
+    rows, total = np.bincount(structure), np.bincount(structure, scaled)
+    pairs = float(np.sum(rows * (rows - 1)))
+    return min(max(float(np.sum(total**2) - np.sum(scaled**2)) / pairs, 0.0), 1.0) if pairs else 1.0
+
+
+def _reach(table: pd.DataFrame, places: Mapping[str, Array], scaled: Array, common: float, along: str) -> float:
+    """Octaves along `along` after which errors have no more than `common` in common: the likest of REACHES to what
+    pairs of errors show that differ in this coordinate alone."""
+    group = np.zeros(len(scaled), np.int64)
     for column in (*(place for name, place in places.items() if name != along),
                    *(table[name].to_numpy(float) for name in ("fold", "heads", "kv_heads"))):  # fmt: skip
         _, code = np.unique(np.round(column, 2), return_inverse=True)
@@ -181,7 +198,7 @@ def _reach(table: pd.DataFrame, places: Mapping[str, Array], error: Array, axis:
         one, other = np.triu_indices(len(rows), 1)
         apart.append(np.abs(places[along][rows[one]] - places[along][rows[other]]))
         product.append(scaled[rows[one]] * scaled[rows[other]])
-    distance, alike = np.concatenate(apart), np.concatenate(product) / max(float(np.mean(scaled**2)), 1e-9)
+    distance, alike = np.concatenate(apart), np.concatenate(product)
     bins = np.digitize(distance, LAGS)
     used = [place for place in range(1, len(LAGS)) if (bins == place).any()]
     if not used:
@@ -189,7 +206,11 @@ def _reach(table: pd.DataFrame, places: Mapping[str, Array], error: Array, axis:
     count = np.array([(bins == place).sum() for place in used], float)
     mean = np.array([alike[bins == place].mean() for place in used])
     lag = np.array([distance[bins == place].mean() for place in used])
-    return min(REACHES, key=lambda reach: float(np.sum(count * (mean - likeness(lag / reach)) ** 2)))
+
+    def miss(reach: float) -> float:
+        return float(np.sum(count * (mean - common - (1.0 - common) * likeness(lag / reach)) ** 2))
+
+    return min(REACHES, key=miss)
 
 
 def likeness(apart: Any) -> Array:
@@ -206,7 +227,7 @@ def likeness(apart: Any) -> Array:
 def as_document(spread: Spread, keep: Callable[[Any], list[int]]) -> dict[str, Any]:
     """As JSON; keep: puts an array into the file of arrays and says where it lies."""
     arrays = {"knots": keep(spread.knots), "centres": keep(spread.centres), "sizes": keep(spread.sizes)}
-    return {"name": spread.name, **arrays, "reach": dict(spread.reach), "floor": spread.floor}
+    return {"name": spread.name, **arrays, "reach": dict(spread.reach), "floor": spread.floor, "common": spread.common}
 
 
 def read_spread(entry: Entry, arrays: Array) -> Spread:
@@ -226,6 +247,6 @@ def read_spread(entry: Entry, arrays: Array) -> Spread:
     others = [one for one in COORDINATES[name.split(" ")[0]] if one != AXES[name]]
     if set(reach.values) != set(others):
         entry.fail("reach", sorted(reach.values), f"{', '.join(others)}")
-    floor = entry.number("floor", 0.0, 1.0)
+    floor, common = entry.number("floor", 0.0, 1.0), entry.number("common", 0.0, 1.0)
     octaves_by = {one: reach.number(one, min(REACHES), max(REACHES)) for one in others}
-    return Spread(name, knots, centres, sizes, octaves_by, floor)
+    return Spread(name, knots, centres, sizes, octaves_by, floor, common)

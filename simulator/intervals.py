@@ -2,8 +2,9 @@
 
 A fitted model knows its error on structures it has not seen. `perturbed(seed)` draws a model that it allows: every
 operator off by another error between any two measured structures, as held-out ones are, and the host by one factor.
-Policies that plan by time keep planning by the fitted model: an engine does not know its residual. The spread of a statistic
-over such draws is what the costs leave open; it says nothing of the workload's chance (`compare --seeds` does).
+Policies that plan by time keep planning by the fitted model: an engine does not know its residual. The spread of a
+statistic over such draws is what the costs leave open; it says nothing of the workload's chance (`compare --seeds`
+does).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,19 @@ def test_draws_are_seeded_and_scatter_as_widely_as_the_held_out_errors() -> None
     errors = fitted.provenance()["held_out_errors"]
     assert 0.5 * errors["decode batch sizes"]["p90"] < width < 3 * errors["decode batch sizes"]["p90"]
     assert fitted.perturbed(3).provenance()["perturbed"]["seed"] == 3
+
+
+def test_draws_of_no_error_repeat_the_fitted_times() -> None:
+    """Tables of draws have more knots; what lies between the fitted ones has to stay where it was."""
+    fitted = model()
+    plain = type(fitted)(replace(fitted.engine, half_widths={"decode": 1e-12, "prefill": 1e-12}, spreads={}))
+    batches = [
+        BatchShape((), decodes, decodes * context, context, 0, decodes)
+        for decodes in (1, 7, 33)
+        for context in (5, 700, 3001)
+    ] + [BatchShape(((tokens, prefix),), 0, 0, 0, 0, 1) for tokens in (9, 300, 1500) for prefix in (0, 77, 3000)]
+    for shape in batches:
+        assert plain.perturbed(1).stage_ns(shape) == pytest.approx(fitted.stage_ns(shape), rel=1e-6)
 
 
 def test_linear_layers_are_off_where_no_row_count_was_measured_and_nowhere_else() -> None:
