@@ -2,9 +2,9 @@
 
 Between two measured values of an axis an error rises from nothing (or from what repeats scatter by) and falls again;
 each gap has its own, as held-out structures do. Along the other coordinates it is a lattice of independent normal
-values some octaves apart, at a random place, with straight lines between, and a value of the whole gap. A normal value becomes an error by the
-quantiles that were measured in its region, so that sizes and tails are those of `profiler.spreads`. Errors of several
-axes add up.
+values some octaves apart, at a random place, with straight lines between, and a value of the whole gap. A normal value
+becomes an error by the quantiles that were measured in its region, so that sizes and tails are those of
+`profiler.spreads`. Errors of several axes add up.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from experiments.coverage import Covered, by_axis, left_out_halves
+from experiments.coverage import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
 from profiler.profile import Profile, make_profile
 
 
@@ -37,7 +37,34 @@ def test_long_contexts_are_left_out_too_but_gemms_only_to_the_rows_that_batches_
 
 
 def test_an_even_number_of_statistics_has_its_median_between_the_middle_two() -> None:
-    found = [Covered("rows", 0, "a trace", "e2e_s_mean", 1 - w, 1 + w, 1.0, truth) for w, truth in ((0.1, 1.0), (0.3, 2.0))]
+    found = [
+        Covered("rows", 0, "a trace", "e2e_s_mean", 1 - w, 1 + w, 1.0, truth) for w, truth in ((0.1, 1.0), (0.3, 2.0))
+    ]
     row = by_axis(found)[0]
     assert (row.held, row.count) == (1, 2)
     assert (row.mean_width, row.median_error, row.worst_error) == pytest.approx((0.2, 0.25, 0.5))
+
+
+def test_halves_are_what_is_counted_and_not_their_statistics() -> None:
+    """Two halves, of which one holds all its three statistics and the other none: one answer of two, give or take a half."""
+    found = [
+        Covered("rows", half, "a trace", f"{name}_s_mean", 0.9, 1.1, 1.0, 1.0 + half)
+        for half in (0, 1)
+        for name in ("ttft", "tpot", "e2e")
+    ]
+    assert share_held(found) == pytest.approx((0.5, 0.5))
+    assert [(part.name, part.held, part.count) for part in by_statistic(found)] == [
+        ("ttft", 1, 2),
+        ("tpot", 1, 2),
+        ("e2e", 1, 2),
+    ]
+
+
+def test_everything_at_once_leaves_out_what_each_axis_does() -> None:
+    profile = gemms_and_decodes()
+    kept = [(axis, half, len(part.table)) for axis, half, part in left_out_halves(profile)]
+    assert {axis for axis, _, _ in kept} == {"rows", "tokens", "decodes", "context", EVERYTHING}
+    for half in (0, 1):
+        fewest = min(count for _, one, count in kept if one == half)
+        assert (EVERYTHING, half, fewest) in kept
+        assert sum(count == fewest for _, one, count in kept if one == half) == 1
