@@ -16,15 +16,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.spreads import COORDINATES, Spread, octaves
+from profiler.spreads import COORDINATES, FARTHEST, Spread, octaves
 
 if TYPE_CHECKING:
     from profiler.attention_tables import AttentionTables
 
 Array = NDArray[np.float64]
 
-FARTHEST = 21.0
-"""Octaves of the largest coordinate that a table has."""
 _NORMAL = (0.0, 0.3186, 0.6745, 1.1503, 1.6449, 1.9600, 2.3263, 3.0)
 """|z| of a normal value at LEVELS; the largest error seen stands for all beyond three standard deviations."""
 AT_KNOTS = ("prefill prefixes", "mixed chunk sizes", "mixed prefixes", "mixed batch sizes", "mixed contexts")
@@ -60,9 +58,8 @@ class _Part:
         self.own = coordinates.index(spread.axis)
         self.reach = [spread.reach.get(name, 0.0) for name in coordinates]
         self.phase = random.random(len(coordinates))
-        nodes = [int(FARTHEST / reach) + 3 if reach else len(self.knots) + 1 for reach in self.reach]
-        self.values = random.standard_normal(nodes)
-        self.whole = random.standard_normal(nodes[self.own])
+        self.values = random.standard_normal(spread.nodes)
+        self.whole = random.standard_normal(spread.nodes[self.own])
 
     def errors(self, places: list[Array]) -> Array:
         """log error on a grid of octaves."""
@@ -127,18 +124,23 @@ class DrawnAttention:
         return np.concatenate([own, np.round(np.sqrt((own[1:] + 1.0) * (own[:-1] + 1.0)) - 1.0)])
 
     def decode_us(self, decodes: Any, context: Any, typical: bool = False) -> Array:
-        count, mean = np.broadcast_arrays(np.asarray(decodes, np.int64), np.asarray(context, float))
+        count, mean = self._grid(decodes, context)
         ns = self._tables.decode_ns_of(count.ravel(), (count * mean).ravel(), mean.ravel())
         return self._off("decode", ns.reshape(count.shape) * 1e-3, decodes, context)
 
     def prefill_us(self, tokens: Any, prefix: Any) -> Array:
-        rows, before = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
+        rows, before = self._grid(tokens, prefix)
         ns = self._tables.chunk_ns_of(rows.ravel(), before.ravel())
         return self._off("prefill", ns.reshape(rows.shape) * 1e-3, tokens, prefix)
 
     def batch_us(self, tokens: Any, prefix: Any, decodes: Any, context: Any, typical: bool = False) -> Array:
         us = self._source.batch_us(tokens, prefix, decodes, context, typical)
         return self._off("mixed", us, tokens, prefix, decodes, context)
+
+    @staticmethod
+    def _grid(*coordinates: Any) -> list[NDArray[np.int64]]:
+        """Every pair; tables have their knots at whole numbers."""
+        return [np.array(values) for values in np.broadcast_arrays(*(np.asarray(c, np.int64) for c in coordinates))]
 
     def _off(self, kind: str, us: Array, *coordinates: Any) -> Array:
         """us: on the grid of the coordinates, each of which varies along a dimension of its own."""

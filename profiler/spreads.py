@@ -9,6 +9,7 @@ it reaches along the other coordinates. `profiler.error_field` draws from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ REACHES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Octaves between independent errors along a coordinate that was not left out; a fit takes what its errors show."""
 LAGS = (0.05, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0)
 MOST_PAIRED = 40
+FARTHEST = 21.0
+"""Octaves of the largest coordinate that a table has."""
+MOST_NODES = 1 << 24
 LARGEST = 5.0
 """Largest |log error| that a file may hold."""
 
@@ -80,6 +84,14 @@ class Spread:
     @property
     def axis(self) -> str:
         return AXES[self.name]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Independent values by coordinate: one a gap between knots, and one a reach."""
+        return tuple(
+            len(self.knots) + 1 if name == self.axis else int(FARTHEST / self.reach[name]) + 3
+            for name in COORDINATES[self.operator]
+        )
 
 
 def octaves(values: Any) -> Array:
@@ -249,4 +261,7 @@ def read_spread(entry: Entry, arrays: Array) -> Spread:
         entry.fail("reach", sorted(reach.values), f"{', '.join(others)}")
     floor, common = entry.number("floor", 0.0, 1.0), entry.number("common", 0.0, 1.0)
     octaves_by = {one: reach.number(one, min(REACHES), max(REACHES)) for one in others}
-    return Spread(name, knots, centres, sizes, octaves_by, floor, common)
+    spread = Spread(name, knots, centres, sizes, octaves_by, floor, common)
+    if math.prod(spread.nodes) > MOST_NODES:
+        entry.fail("knots", f"{len(knots)} values", f"at most {MOST_NODES} independent errors, found {spread.nodes}")
+    return spread

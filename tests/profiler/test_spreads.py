@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from policies.batch import BatchShape
 from profiler.error_field import ErrorField
 from profiler.errors import ProfileError
 from profiler.fitted import find_fitted
+from profiler.load import load_cost_model
 from profiler.model_file import read_model, write_model
 from profiler.profile import make_profile
 from profiler.spreads import LEVELS, Spread, likeness, measured_spreads
@@ -101,9 +104,24 @@ def test_a_spread_is_read_back_and_a_false_one_refused(tmp_path: Path) -> None:
             read_model(tmp_path / "m.json")
 
 
+def test_a_file_cannot_ask_for_more_random_values_than_memory_holds(tmp_path: Path) -> None:
+    fit = read_model(find_fitted("rtx4090"))
+    mixed = fit.spreads["mixed contexts"]
+    reach = dict.fromkeys(mixed.reach, 0.5)
+    huge = replace(mixed, knots=np.arange(1.0, 2000.0), reach=reach)
+    write_model(replace(fit, spreads={"mixed contexts": huge}), tmp_path / "m.json")
+    with pytest.raises(ProfileError, match="independent errors"):
+        read_model(tmp_path / "m.json")
+
+
 def test_a_file_without_spreads_draws_one_factor_an_operator(tmp_path: Path) -> None:
     write_model(read_model(find_fitted("rtx4090")), tmp_path / "m.json")
     whole = json.loads((tmp_path / "m.json").read_text())
     del whole["spreads"]
     (tmp_path / "m.json").write_text(json.dumps(whole))
-    assert not read_model(tmp_path / "m.json").spreads
+    old = load_cost_model("llama-3.1-8b", "rtx4090", cost_model=tmp_path / "m.json")
+    drawn = old.perturbed(4)  # type: ignore[attr-defined]
+    shapes = [BatchShape((), 0, 0, 0, rows, 0) for rows in (16, 1040, 1048)]
+    factors = [drawn.breakdown(shape)["ffn_up"] / old.breakdown(shape)["ffn_up"] for shape in shapes]
+    assert factors == pytest.approx([factors[0]] * 3, rel=1e-4)
+    assert factors[0] != pytest.approx(1.0, abs=1e-4)
