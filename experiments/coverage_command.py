@@ -42,7 +42,9 @@ def coverage(
             "default: the two RTX cards."
         ),
     ] = None,
-    trace: Annotated[list[Path] | None, typer.Option(help="Trace to replay (repeatable).")] = None,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Trace to replay (repeatable); default: both of Azure's.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model, where the profile is not one's own.")] = "llama-3.1-8b",
     limit: Annotated[int, typer.Option(help="Requests of each trace.")] = 300,
     rate_scale: Annotated[float, typer.Option(help="Speeds arrivals up or down.")] = 0.5,
