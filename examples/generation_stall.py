@@ -9,7 +9,7 @@ Right: what one more decode costs in a decode-only batch and beside a prefill ch
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -80,4 +80,6 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/figures/generation_stall.png"))
+    words = argparse.ArgumentParser(description="Draw what a long prompt does to decodes under two policies.")
+    words.add_argument("out", nargs="?", type=Path, default=Path("docs/figures/generation_stall.png"))
+    draw(words.parse_args().out)

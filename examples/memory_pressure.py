@@ -10,7 +10,7 @@ got their first token within 10 s and had no gap above 1 s.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,8 @@ def draw(path: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("docs/figures/memory_pressure.png")
-    for row in draw(target):
+    words = argparse.ArgumentParser(description="Draw what engines do when KV memory is short.")
+    words.add_argument("out", nargs="?", type=Path, default=Path("docs/figures/memory_pressure.png"))
+    for row in draw(words.parse_args().out):
         cells = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values())
         print("  ".join(f"{key} {cell}" for key, cell in zip(row, cells)))

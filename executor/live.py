@@ -357,10 +357,10 @@ def _memory_facts(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     cache = runner.cache
     block_bytes = runner.loaded.kv_bytes_per_token * cache.block_size
     if isinstance(cache, CompressedKVCache):
-        facts = memory_counts([scheduler], cache.packed_block_bytes)
+        facts = memory_counts([(scheduler, cache.packed_block_bytes)])
         facts["kv_packed_tokens"], facts["kv_pack_s"] = cache.sealed_tokens, cache.seal_ns / 1e9
     else:
-        facts = memory_counts([scheduler], block_bytes)
+        facts = memory_counts([(scheduler, block_bytes)])
     facts["kv_pool_bytes"] = cache.num_bytes
     if runner.host is not None:
         times = runner.host.times

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.agreement import COMPARED, plain_row
+from experiments.errors import ExperimentError
 from policies import BatchShape, Ns, Policy
 from simulator.engine import make_engine
 
@@ -95,7 +96,12 @@ def why_not_fed(live: RunTables) -> str:
 
 
 def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
-    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate."""
+    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate.
+
+    Raises ExperimentError for a closed loop: its arrivals follow from answers, which are given at recorded moments.
+    """
+    if trace.closed_loop:
+        raise ExperimentError("a closed loop cannot be fed a live run's durations: its arrivals depend on its answers")
     from metrics.recorder import Recorder
     from simulator.config import ReplayConfig
     from simulator.simulation import simulate

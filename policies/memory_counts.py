@@ -8,13 +8,13 @@ from typing import Any
 from policies.scheduler import Scheduler
 
 
-def memory_counts(schedulers: Iterable[Scheduler], block_bytes: int) -> dict[str, Any]:
+def memory_counts(schedulers: Iterable[tuple[Scheduler, int]]) -> dict[str, Any]:
     """Preemptions by kind, bytes swapped, and what each rung of the ladder did, summed over the schedulers.
 
-    Keys of a measure that no scheduler has are left out. block_bytes: KV bytes of one block, on all devices together.
+    Each with the KV bytes of one of its blocks, on all devices together. Keys of a measure that none has are left out.
     """
     found: dict[str, Any] = {"preemptions_by_swap": 0, "preemptions_by_recompute": 0}
-    for scheduler in schedulers:
+    for scheduler, block_bytes in schedulers:
         swap, admission = scheduler.swap, scheduler.admission
         by_swap = 0
         if swap is not None:

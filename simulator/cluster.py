@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from metrics import Recorder
 from policies import Request, Track
-from policies.memory_counts import memory_counts
 from simulator.autoscaling import Autoscaler, make_autoscaling
+from simulator.candidates import hold_alike, who_can_run
 from simulator.clock import Nanoseconds, VirtualTime
 from simulator.disaggregation import Disaggregation, PrefillReplica
 from simulator.failures import parse_failures, schedule_failures
 from simulator.host_memory import HostLink
 from simulator.journeys import Journey, Life
 from simulator.kv_store import KVStore
-from simulator.memory import ReplicaMemory
+from simulator.memory import ReplicaMemory, memory_facts
 from simulator.pools import ClusterPlan
 from simulator.replica import Replica
 from simulator.routers import choose, make_router
@@ -83,6 +83,7 @@ class Cluster:
         for number, pool in enumerate(plan.pools):
             for _ in range(pool.replicas):
                 self.start(number)
+        self.alike = hold_alike(plan, self.replicas, self.pool_number)
         failures = parse_failures(config.failures, None if config.autoscale else len(self.replicas))
         schedule_failures(self, failures, requeue=config.on_failure == "requeue")
 
@@ -141,6 +142,8 @@ class Cluster:
             self._home[request.id] = replica
             fleet.submit(replica, request, output_tokens, produced)
             return
+        if not self.alike:
+            up = who_can_run(self.plan, up, request, produced, self.pool_number)
         replica = up[0] if len(up) == 1 else choose(self.router, request, up, self.router_rng)
         self._home[request.id] = replica
         if self._kv is not None and self.plan.pools[self.pool_number(replica)].role == "prefill":
@@ -277,17 +280,6 @@ class Cluster:
         """Whether replicas queue for a link to host memory together."""
         return 0 < len(self._links) < len(self.replicas)
 
-    def _memory_facts(self) -> dict[str, Any]:
-        """What swapping and the trouble ladder did."""
-        block_bytes = self.plan.engine.memory.block_bytes
-        facts = memory_counts([replica.scheduler for replica in self.replicas], block_bytes)
-        if self._links:
-            facts["swap_link_busy_s"] = sum(link.busy_ns for link in self._links.values()) / 1e9
-            facts["swap_link_wait_s"] = sum(link.waited_ns for link in self._links.values()) / 1e9
-        if self.store is not None:
-            facts.update(self.store.facts())
-        return facts
-
     def pool_number(self, replica: Replica) -> int:
         return self._pool_of[replica.number]
 
@@ -357,14 +349,17 @@ class Cluster:
 
     def facts(self) -> dict[str, Any]:
         """What became of the cluster, as plain data: the replicas' lives, device seconds, KV moved."""
-        devices = [pool.engine.devices for pool in self.plan.pools]
+        engines = [pool.engine for pool in self.plan.pools]
+        blocks = [
+            (replica.scheduler, engines[self.pool_number(replica)].memory.block_bytes) for replica in self.replicas
+        ]
         end = self._last_end_ns
         return {
             "replicas": len(self.replicas),
             "devices": self.plan.devices,
-            "device_seconds": sum(life.held_ns(end) / 1e9 * devices[life.pool] for life in self.lives),
+            "device_seconds": sum(life.held_ns(end) / 1e9 * engines[life.pool].devices for life in self.lives),
             "lives": [life.facts() for life in self.lives],
-            "memory": self._memory_facts(),
+            "memory": memory_facts(blocks, self._links.values(), self.store),
             "kv": self._kv.facts() if self._kv is not None else None,
         }
 

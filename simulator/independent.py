@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from simulator.candidates import fits_everywhere
 from simulator.clock import VirtualTime, collecting_rarely
 from simulator.errors import SimulationError
 from simulator.routers import Router, choose
@@ -39,7 +40,8 @@ def only_arrivals_join(cluster: Cluster, trace: Trace) -> bool:
     """Whether what happens on one replica can matter to another only when somebody arrives, gives up or dies.
 
     It can at any time where an answer makes the next request arrive, KV is moved or stored between replicas, they share
-    a link, come or go by load. Whoever asked for the plain path (`leaps`) gets that.
+    a link, come or go by load. Replicas of which only some could run a request are simulated side by side, too. Whoever
+    asked for the plain path (`leaps`) gets that.
     """
     config = cluster.plan.config
     return (
@@ -50,6 +52,7 @@ def only_arrivals_join(cluster: Cluster, trace: Trace) -> bool:
         and cluster.store is None
         and not cluster.shares_links
         and cluster.autoscaler is None
+        and (cluster.alike or fits_everywhere(cluster.replicas, trace))
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from policies.admission import AdmissionControl, Ladder
 from policies.batch import BatchShape
+from policies.memory_counts import memory_counts
 from policies.swap import PREEMPTIONS, HostMemory, Swap, SwapCosts
 from profiler import load_hardware, load_model_spec
 from profiler.compression_cost import PackedCost, prices_of
@@ -18,8 +20,10 @@ from simulator.errors import SimulationError
 from simulator.host_memory import HostLink
 
 if TYPE_CHECKING:
+    from policies.scheduler import Scheduler
     from profiler.cost_model import CostModel
     from simulator.engine import Engine
+    from simulator.kv_store import KVStore
 
 GIB, MIB = 2**30, 2**20
 
@@ -157,3 +161,16 @@ def kv_dtype_of(config: ReplayConfig) -> str:
     if dtype == "auto":
         dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
     return dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+
+
+def memory_facts(
+    schedulers: Iterable[tuple[Scheduler, int]], links: Collection[HostLink], store: KVStore | None
+) -> dict[str, Any]:
+    """What swapping, the trouble ladder and the shared store did in a cluster, as plain data (see `memory_counts`)."""
+    facts = memory_counts(schedulers)
+    if links:
+        facts["swap_link_busy_s"] = sum(link.busy_ns for link in links) / 1e9
+        facts["swap_link_wait_s"] = sum(link.waited_ns for link in links) / 1e9
+    if store is not None:
+        facts.update(store.facts())
+    return facts

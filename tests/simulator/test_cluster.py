@@ -217,3 +217,17 @@ def test_no_router_loses_a_request_and_leaps_change_nothing(trace, router, repli
 def test_an_unknown_router_is_one_clear_line():
     with pytest.raises(ValueError, match="router: found 'roundrobin', expected one of random, round_robin"):
         run(trace_of([(0, 4, 4)]), COST, router="roundrobin")
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+@pytest.mark.parametrize("router", router_names())
+def test_among_unequal_pools_a_request_goes_where_it_can_run(router, leaps):
+    """Every second request is longer than the small pool's 4 blocks of 16; one is longer than any pool."""
+    trace = trace_of([(at / 4, 100 if at % 2 else 20, 4) for at in range(20)] + [(6, 1000, 4)])
+    pools = ({"role": "serve", "replicas": 3, "num_blocks": 4}, {"role": "serve", "replicas": 1, "num_blocks": 20})
+    result = run(trace, ConstantCost(device_ns=MS), pools=pools, router=router, leaps=leaps)
+    rows = sorted(result.tables.table("requests").to_pylist(), key=lambda row: row["request"])
+    assert [row["status"] for row in rows] == ["finished"] * 20 + ["rejected"]
+    assert {row["replica"] for row in rows[1:20:2]} == {3}
+    if router in ("random", "round_robin"):
+        assert {row["replica"] for row in rows[0:20:2]} & {0, 1, 2}
