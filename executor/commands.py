@@ -17,8 +17,9 @@ from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.journal import Journal
 from executor.threads import set_threads
-from policies.command_line import knob_flags
+from policies.command_line import knob_flags, refuse_flags
 from policies.input_file import read_json, read_toml
+from policies.registry import knobs_of, policy_class
 from policies.settings_file import files_beside, knobs_of_file, one_spelling
 
 app = typer.Typer(
@@ -95,8 +96,12 @@ def replay_command(
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     from_file = _config_file(config) if config is not None else {}
-    knobs = {**knobs_of_file(from_file, ExecutorError), **knob_flags(ctx.args)}
     values = {**from_file, **_given(ctx)}
+    unknown = knob_flags(ctx.args)
+    if unknown:
+        own = (option for each in ctx.command.params for option in each.opts)
+        refuse_flags(unknown, knobs_of(policy_class(str(values.get("policy", policy)))), own, ExecutorError)
+    knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
     reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]

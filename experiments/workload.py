@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 READING = ("trace_format", "on_bad_row", "on_unsorted", "arrivals", "seed", "spread_ties")
 GENERATING = ("requests", "duration_s", "arrivals", "prompt", "output", "stratified", "seed")
-WORKLOAD_KEYS = frozenset(("file", "first", "timeout_s", *READING, *GENERATING))
+WORKLOAD_KEYS = frozenset(("file", "first", "limit", "timeout_s", *READING, *GENERATING))
 
 
 def load_workload(settings: Mapping[str, Any]) -> Trace:
-    """The trace that the settings describe. first: rows that are left out at its start, or [from, to).
+    """The trace that the settings describe. limit: only its first so many requests, as `--limit` of a replay; first:
+    rows that are left out at its start, or [from, to).
 
     Raises TraceError for a bad file or value, ExperimentError for settings that do not go together.
     """
@@ -32,11 +33,15 @@ def load_workload(settings: Mapping[str, Any]) -> Trace:
 @lru_cache(maxsize=8)
 def _cached(text: str) -> Trace:
     settings = json.loads(text)
-    timeout_s, first = settings.pop("timeout_s", None), settings.pop("first", None)
+    timeout_s, first, limit = (settings.pop(key, None) for key in ("timeout_s", "first", "limit"))
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ExperimentError(f"trace.limit: found {limit!r}, expected a whole number of requests, at least 1")
     trace = _read(settings) if "file" in settings else _generate(settings)
     if first is not None:
         start, end = first if isinstance(first, list) else (first, len(trace))
         trace = trace.take(slice(start, end))
+    if limit is not None:
+        trace = trace.head(limit)
     return trace if timeout_s is None else trace.with_timeout(float(timeout_s))
 
 

@@ -66,6 +66,13 @@ def read_run(path: str | Path) -> RunTables:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise MetricsError(f"{folder}: found {found}, expected a run folder")
+    if not (folder / "config.json").exists():
+        runs = sorted(inner.name for inner in folder.iterdir() if (inner / "config.json").exists())
+        if runs:
+            raise MetricsError(
+                f"{folder}: is no run folder but holds some: {', '.join(runs[:9])}{', ...' * (len(runs) > 9)}; "
+                f"name one, as {folder / runs[0]}"
+            )
     config = _read_json(folder / "config.json")
     if RUN_MARKER not in config:
         raise MetricsError(

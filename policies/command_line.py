@@ -6,11 +6,12 @@ It lies here because policies/ is the one folder that all others may import; it 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -24,6 +25,15 @@ EXTRAS = {
 """What is not installed by default, and the extra of pyproject.toml that brings it."""
 PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
 """Whose exceptions are messages for the user; each folder has one type of its own."""
+
+OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "max-num-batched-tokens": ("token-budget",), "tensor-parallel-size": ("tp",), "pipeline-parallel-size": ("pp",),
+    "data-parallel-size": ("replicas",), "kv-cache-dtype": ("kv-dtype",), "enable-prefix-caching": ("prefix-caching",),
+    "num-gpu-blocks-override": ("num-blocks",), "async-scheduling": ("async", "ahead"), "gpu": ("device",),
+    "device": ("gpu",), "policy": ("policies",), "policies": ("policy",), "output": ("out",),
+    "request-rate": ("rate-scale",), "num-prompts": ("limit",), "requests": ("limit",),
+}  # fmt: skip
+"""Flags of vLLM and of our other commands, by what they are called here."""
 
 FAULT_OF_USER_CODE, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -71,6 +81,24 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
         ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in PACKAGES
         code = _refusal(error) if ours else _fault(error)
     sys.exit(_flushed(code))
+
+
+def refuse_flags(knobs: Iterable[str], has: Container[str], flags: Iterable[str], refusal: type[Exception]) -> None:
+    """Raise `refusal` for what was given as a knob, is none of those that the policy has, and is near a flag."""
+    known = list(flags)
+    for knob in knobs:
+        meant = None if knob in has else flag_meant(knob, known)
+        if meant:
+            raise refusal(f"found no flag --{knob.replace('_', '-')}; did you mean {meant}?")
+
+
+def flag_meant(name: str, flags: Iterable[str]) -> str | None:
+    """`--flag` of a command that somebody may have meant who wrote --name, None if none is near."""
+    spelt = {flag.lstrip("-").replace("_", "-") for flag in flags}
+    name = name.replace("_", "-")
+    near = [flag for flag in OTHER_SPELLINGS.get(name, ()) if flag in spelt]
+    near = near or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
+    return f"--{near[0]}" if near else None
 
 
 def knob_flags(arguments: Sequence[str]) -> dict[str, str]:

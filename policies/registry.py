@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect
 import math
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from policies.user_code import MODULES, place_in_file
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+    from types import ModuleType
 
 BUILT_IN: Mapping[str, str] = {
     "request_level": "policies.request_level:RequestLevel",
@@ -76,6 +78,8 @@ def policy_class(name: str) -> type[Policy]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == name:
             return _checked(loaded(point), name)
+    if name.endswith(".py") and Path(name).is_file():
+        raise PolicyError(f"policy: found the file {name}, expected one of its classes, as {name}:ClassName")
     near = difflib.get_close_matches(name, policy_names(), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise PolicyError(
@@ -106,10 +110,13 @@ def make_policy(name: str, knobs: Mapping[str, Any] | None = None) -> Policy:
     known = knobs_of(cls)
     values = {}
     for key, value in (knobs or {}).items():
-        knob = known.get(key.replace("-", "_"))
+        knob_name = key.replace("-", "_")
+        knob = known.get(knob_name)
         if knob is None:
             has = ", ".join(known) or "none"
-            raise PolicyError(f"policy {name} has no knob {key!r}; its knobs: {has}")
+            # The one size that every policy has goes by another name where it is no knob.
+            size = "; --token-budget bounds its batches" if knob_name == "chunk_size" else ""
+            raise PolicyError(f"policy {name} has no knob {key!r}; its knobs: {has}{size}")
         values[knob.name] = knob_value(f"policy {name}", knob, value)
     try:
         return cls(**values)
@@ -185,8 +192,14 @@ def class_from_file(kind: str, path: Path, cls: str) -> Any:
         line = place_in_file(error, path)
         raise PolicyError(f"{kind} file {path}{line}: {type(error).__name__}: {error}") from error
     if not hasattr(module, cls):
-        raise PolicyError(f"{kind} file {path}: found no class {cls!r} in it")
+        raise PolicyError(f"{kind} file {path}: found no class {cls!r} in it{_classes_of(module)}")
     return getattr(module, cls)
+
+
+def _classes_of(module: ModuleType) -> str:
+    """`, but ...`: the classes that a user's file defines itself."""
+    own = [name for name, each in vars(module).items() if isinstance(each, type) and each.__module__ == module.__name__]
+    return f", but {', '.join(own)}" if own else ", and no other"
 
 
 def _checked(cls: Any, name: str) -> type[Policy]:
@@ -194,4 +207,17 @@ def _checked(cls: Any, name: str) -> type[Policy]:
         raise PolicyError(f"policy {name}: expected a frozen dataclass with a plan() method")
     if not issubclass(cls, Policy):
         raise PolicyError(f"policy {name}: expected a subclass of policies.Policy")
+    if cls.plan is Policy.plan:
+        raise PolicyError(f"policy {name}: {cls.__name__} has no plan(): a policy defines one")
+    try:
+        inspect.signature(cls.plan).bind(*[None] * 6)
+    except ValueError:
+        pass  # compiled without a signature
+    except TypeError as error:
+        raise PolicyError(
+            f"policy {name}: plan() has to take self, queues, draft, kv, host, now_ns ({error})"
+        ) from None
+    for field in dataclasses.fields(cls):
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise PolicyError(f"policy {name}: {field.name} has no default; a knob is made with knob(default, help)")
     return cls

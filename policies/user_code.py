@@ -27,7 +27,9 @@ def place_in_user_code(error: BaseException) -> str | None:
 
 def place_in_file(error: BaseException, path: Path) -> str:
     """`LINE` of that file where it failed while it was run or read, "" where it is not known."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    # The importer makes the name absolute, whatever the user typed.
+    names = (str(path), str(path.absolute()))
+    if isinstance(error, SyntaxError) and error.filename in names:
         return f":{error.lineno}"
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename in names]
     return f":{lines[-1]}" if lines else ""

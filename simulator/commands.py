@@ -134,6 +134,7 @@ def advise_command(
     from simulator.advise import advise, draw_frontier, run_chosen
 
     settings, reading = o.collect(ctx, config)
+    o.refuse_choices(ctx)
     if out is not None:
         from metrics.run_folder import check_run_place
 

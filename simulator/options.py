@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from policies.command_line import knob_flags
+from policies.command_line import knob_flags, refuse_flags
 from policies.input_file import read_json, read_toml
+from policies.registry import BUILT_IN, knobs_of, policy_class
 from policies.settings import check_settings
 from policies.settings_file import files_beside, knobs_of_file, one_spelling
 from simulator import cluster_options, memory_options
@@ -204,7 +205,7 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
-    knobs = {**knobs_of_file(from_file, SimulationError), **knob_flags(ctx.args)}
+    knobs = {**knobs_of_file(from_file, SimulationError), **_knobs_given(ctx, from_file)}
     if flags.pop("asynchronous", None) is not None:
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", None)) is not None:
@@ -219,6 +220,30 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     check_settings(trace_options, SimulationError)
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
+
+
+def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, str]:
+    """The flags that are none of the command's own; SimulationError for one that is no knob, but near a flag."""
+    knobs = knob_flags(ctx.args)
+    if not knobs:
+        return knobs
+    has: set[str] = set()
+    if "policies" in ctx.params:
+        names = ctx.params["policies"].split(",") if ctx.params["policies"] else BUILT_IN
+        has = {knob for name in names for knob in knobs_of(policy_class(name.strip()))}
+    elif "policy" in ctx.params:
+        name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", ctx.params["policy"])
+        has = set(knobs_of(policy_class(str(name))))
+    refuse_flags(knobs, has, (option for each in ctx.command.params for option in each.opts), SimulationError)
+    return knobs
+
+
+def refuse_choices(ctx: typer.Context) -> None:
+    """SimulationError where a command that finds policy and chunk size itself is given them, or any other knob."""
+    chosen = [name for name in ("policy", "chunk_size", "asynchronous") if name in ctx.params and _given(ctx, name)]
+    for name in [*chosen, *knob_flags(ctx.args)]:
+        flag = "async" if name == "asynchronous" else name.replace("_", "-")
+        raise SimulationError(f"--{flag}: advise finds the policy and its knobs itself; replay and compare take it")
 
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:

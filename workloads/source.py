@@ -57,6 +57,13 @@ def open_source(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Sou
     text = _checked_text(content, shown)
     start = text[:_PROBE].lstrip()[:1]
     kind = {b"{": "jsonl", b"[": "json"}.get(start, "csv")
+    if kind == "jsonl" and text[:_PROBE].lstrip().partition(b"\n")[0].strip() == b"{":
+        raise TraceError(
+            f"{shown}: found one JSON object over several lines, expected one request per line; settings and a run's "
+            "config.json go to --config, the requests of a run are its requests.parquet"
+        )
+    if kind == "json" and shown.endswith(".toml"):
+        raise TraceError(f"{shown}: found a TOML file, expected a file of requests; settings go to --config")
     if len(text) > 2 * MAX_ROWS and (lines := text.count(b"\n")) > MAX_ROWS:
         raise TraceError(f"{shown}: found {lines:,} lines, expected at most {MAX_ROWS:,}; split the file")
     return Source(shown, text, kind)
@@ -66,7 +73,9 @@ def _read(path: Path, shown: str, max_bytes: int) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise TraceError(f"{shown}: found a folder, expected a file of requests")
+            inside = "requests.parquet"
+            hint = f"; those of a run are {path / inside}" if (path / inside).exists() else ""
+            raise TraceError(f"{shown}: found a folder, expected a file of requests{hint}")
         if not stat.S_ISREG(status.st_mode):
             raise TraceError(f"{shown}: found a pipe or device, expected a regular file; save its content to one first")
         if status.st_size > max_bytes:

@@ -21,6 +21,7 @@ from experiments.ray_engine import _renamed
 from experiments.sweep import run_sweep
 from experiments.sweep_point import replay_config
 from experiments.sweep_space import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
+from experiments.workload import load_workload
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = {"requests": 12, "arrivals": "poisson:4", "prompt": "fixed:600", "output": "fixed:20"}
@@ -293,3 +294,15 @@ def test_ray_writes_the_same_table_as_this_process(tmp_path: Path, monkeypatch: 
     run_sweep(small(), tmp_path / "a")
     run_sweep(small(), tmp_path / "b", engine=make_engine("ray", ray_address="local"))
     assert (tmp_path / "a/sweep.parquet").read_bytes() == (tmp_path / "b/sweep.parquet").read_bytes()
+
+
+def test_limit_takes_the_first_requests_and_first_leaves_them_out(tmp_path: Path) -> None:
+    file = ROOT / "examples/trace.csv"
+    whole = load_workload({"file": str(file)})
+    head = load_workload({"file": str(file), "limit": 30})
+    assert (head.arrival_ns.tolist(), len(head)) == (whole.head(30).arrival_ns.tolist(), 30)
+    assert len(load_workload({"file": str(file), "first": 30})) == len(whole) - 30
+    assert load_workload({"file": str(file), "first": [10, 50], "limit": 5}).arrival_ns.tolist() == whole.arrival_ns[10:15].tolist()
+    for wrong in (0, 2.5, True, "30"):
+        with pytest.raises(ExperimentError, match=r"trace\.limit: found .*, expected a whole number of requests, at least 1"):
+            load_workload({"file": str(file), "limit": wrong})

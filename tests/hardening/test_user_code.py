@@ -94,3 +94,36 @@ def test_a_point_of_a_sweep_names_the_place_too(trace: Path, tmp_path: Path) -> 
     done = perform(task)
     assert done["error"] == f"KeyError: 'now' ({tmp_path / 'mine.py'}:14, in plan)"
     assert "Traceback" in done["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ("def plan(", "def plann(", "Mine has no plan(): a policy defines one"),
+        ("host, now_ns)", "host)", "plan() has to take self, queues, draft, kv, host, now_ns (too many"),
+        ("host, now_ns)", "host, now_ns, more)", "plan() has to take self, queues, draft, kv, host, now_ns (missing"),
+        ('knob(1, "An odd number.")', "None", "odd has no default; a knob is made with knob(default, help)"),
+        ("class Mine(Policy)", "class Other(Policy)", "policy file mine.py: found no class 'Mine' in it, but Other"),
+        ("class Mine(Policy)", "class Mine(Polcy)", "policy file mine.py:5: NameError: name 'Polcy' is not defined"),
+        ("from policies", "from policy", "policy file mine.py:2: ModuleNotFoundError"),
+        ("def __post_init__(self):", "def __post_init__(self:", "policy file mine.py:9: SyntaxError"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_what_is_wrong_with_a_policy_file_is_told_before_anything_runs(
+    was: str, now: str, told: str, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # lines are found by a relative name too
+    assert POLICY.count(was) == 1
+    wrong = POLICY.replace(": int = " + was, ": int") if now == "None" else POLICY.replace(was, now)
+    (tmp_path / "mine.py").write_text(wrong)
+    assert told in assert_refused(run("simulator", "replay", trace, "--policy", "mine.py:Mine"))
+
+
+def test_a_policy_file_without_a_class_is_told_how_to_name_one(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(POLICY)
+    refused = assert_refused(run("simulator", "replay", trace, "--policy", "mine.py"))
+    assert "found the file mine.py, expected one of its classes, as mine.py:ClassName" in refused

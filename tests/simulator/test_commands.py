@@ -171,6 +171,9 @@ def test_an_overloaded_run_says_so(tmp_path):
     [
         (["--policy", "chunkd"], ["chunkd", "chunked"]),
         (["--algin", "pad"], ["chunked has no knob 'algin'", "chunk_size"]),
+        (["--polcy", "chunked"], ["found no flag --polcy", "did you mean --policy?"]),
+        (["--max-num-batched-tokens", "512"], ["did you mean --token-budget?"]),
+        (["--policy", "vllm_v1", "--chunk-size", "512"], ["no knob 'chunk_size'", "--token-budget"]),
         (["--policy", "decode_maximal", "--align", "sideways"], ["align", "sideways", "shrink, pad, none"]),
         (["--chunk-size", "0"], ["chunk_size", "found 0", "at least 1"]),
         (["--model", "llama-9"], ["llama-9"]),
@@ -196,6 +199,33 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(trace, tmp_path, arguments, wo
     for word in words:
         assert word in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.csv"]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("compare", ("--policy", "chunked"), "found no flag --policy; did you mean --policies?"),
+        ("compare", ("--policies", "chunked,orca", "--enough", "3"), "none of chunked, orca has a knob 'enough'"),
+        ("advise", ("--policy", "chunked"), "--policy: advise finds the policy"),
+        ("advise", ("--chunk-size", "512"), "--chunk-size: advise finds the policy"),
+        ("advise", ("--async",), "--async: advise finds the policy"),
+        ("advise", ("--align", "pad"), "--align: advise finds the policy"),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_command_is_named_and_advise_ignores_none(trace, command, arguments, words):
+    assert words in assert_refused(run_command("simulator", command, trace, *arguments))
+
+
+def test_settings_and_runs_given_as_a_trace_are_told_where_they_belong(trace, tmp_path):
+    assert run_command("simulator", "replay", trace, "--cost-model", "roofline", "--out", tmp_path / "all/run").code == 0
+    (tmp_path / "sweep.toml").write_text("[trace]\nrequests = 3\n")
+    for given, words in (
+        ("all/run/config.json", "one JSON object over several lines, expected one request per line; settings and a run's "),
+        ("sweep.toml", "found a TOML file, expected a file of requests; settings go to --config"),
+        ("all/run", f"found a folder, expected a file of requests; those of a run are {tmp_path / 'all/run/requests.parquet'}"),
+    ):
+        assert words in assert_refused(run_command("simulator", "replay", tmp_path / given))
+    assert "is no run folder but holds some: run; name one, as" in assert_refused(run_command("metrics", "show", tmp_path / "all"))
 
 
 @pytest.mark.parametrize(
