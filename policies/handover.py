@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 
 
 class Handover:
-    """The moving requests of one scheduler. held: ended, blocks kept. expected: known, their KV not here yet."""
+    """The moving requests of one scheduler. held: ended, blocks kept. expected: known, their KV not here yet.
 
-    __slots__ = ("_scheduler", "expected", "held")
+    gave_back: `reclaim` has freed blocks that nobody has been told of; whoever tells them sets it back.
+    """
+
+    __slots__ = ("_scheduler", "expected", "gave_back", "held")
 
     def __init__(self, scheduler: Roster) -> None:
         self._scheduler = scheduler
         self.held: dict[int, Track] = {}
         self.expected: dict[int, Track] = {}
+        self.gave_back = False
 
     # The engine that computes the prompt
 
@@ -82,5 +86,6 @@ class Handover:
                 track.computed = 0
                 scheduler.ledger.release(track)
                 scheduler.queues.changes += 1
+                self.gave_back = True
                 return True
         return False

@@ -134,6 +134,7 @@ class Disaggregation:
 
     def open(self, replica: Replica) -> None:
         """A decode replica takes requests from now on."""
+        replica.on_room = self.room
         self.up.append(replica)
         self.up.sort(key=lambda member: member.number)
         unplaced, self._unplaced = self._unplaced, []

@@ -121,6 +121,8 @@ class LeapingReplica(PlainReplica):
         depth = self._depth
         while len(flights) < depth and self._leap is None:
             batch = scheduler.plan(self.now_ns)
+            if scheduler.handover.gave_back:
+                self._tell_of_room()
             if batch is not None:
                 self._launch(batch)
             elif not self._idle(self.now_ns):

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # stage), running, waiting, free_blocks (as `Recorder.iteration` takes them).
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
 
-
 _pack: Final = pack_row
 
 
@@ -38,7 +37,8 @@ _pack: Final = pack_row
 class PlainReplica:
     """TP x PP devices that share a scheduler.
 
-    on_end(track, replica): called once for every request that ends here, whatever its end.
+    on_end(track, replica): called once for every request that ends here, whatever its end. on_room(replica): called
+    where blocks have become free without anybody's end.
     overlap_sends: a stage may start its next batch while the last one's output is still on the link.
     """
 
@@ -68,6 +68,7 @@ class PlainReplica:
         # Extra device time of the iterations to come, the next one last.
         self._owed: list[Ns] = []
         self.on_end = on_end
+        self.on_room: Callable[[Replica], None] | None = None
         self.overlap_sends = overlap_sends
         self._flights: deque[Flight] = deque()
         # The event at which the oldest flight completes.
@@ -197,10 +198,18 @@ class PlainReplica:
         scheduler, flights = self.scheduler, self._flights
         while len(flights) < self._depth:
             batch = scheduler.plan(self.now_ns)
+            if scheduler.handover.gave_back:
+                self._tell_of_room()
             if batch is not None:
                 self._launch(batch)
             elif not self._idle(self.now_ns):
                 return
+
+    def _tell_of_room(self) -> None:
+        """The plan just made took blocks back from whoever waited: what it has left is there for others."""
+        self.scheduler.handover.gave_back = False
+        if self.on_room is not None:
+            self.on_room(self)  # type: ignore[arg-type]
 
     def _idle(self, now: Ns) -> bool:
         """Nothing could be planned: whether it is worth asking again at once."""

@@ -137,6 +137,7 @@ class Replica(LeapingReplica):
         Ordinary iterations are recorded as stretches. The tests hold all this against the plain path.
         """
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
+        handover = scheduler.handover
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = self.now_ns, ahead.next_ns()
@@ -150,6 +151,11 @@ class Replica(LeapingReplica):
             # Whatever happens between two iterations drops the batch.
             if batch is None or not scheduler.plan_again(batch, now):
                 batch = scheduler.plan(now)
+                if handover.gave_back:
+                    ahead.moved_to(now)
+                    self._tell_of_room()
+                    horizon = ahead.next_ns()
+                    alone = ahead.sharers == 1 and horizon < ahead.limit
             if batch is None:
                 ahead.moved_to(now)
                 if not self._idle(now):

@@ -201,3 +201,16 @@ def test_whose_kv_was_taken_back_and_cannot_be_recomputed_fails_and_lets_the_oth
     ends = result.tables.table("requests").to_pylist()
     assert {end["status"] for end in ends} == {"failed", "finished"}
     assert all("cannot start it" in end["reason"] for end in ends if end["status"] == "failed")
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+def test_blocks_taken_back_from_who_waits_let_in_whose_kv_waits_for_room(leaps):
+    """Ten blocks, one slot. A runs in 2, B waits with 5, C needs 3 beside the watermark's one and does not come in. A
+    begins at 1.5 s and writes a token a second: at 65.5 s it asks for a sixth block, gives way, is taken in again with
+    the blocks of B taken back, and C need not wait for its end: 64.5 s after its prompt's."""
+    result = run(
+        trace_of([(0, 16, 100), (0, 64, 10), (0, 32, 10)]), PREFILL, {**DECODE, "num_blocks": 10, "max_num_seqs": 1},
+        seconds_per_1000_tokens=1e-6, leaps=leaps, **BIG,
+    )  # fmt: skip
+    print(result.config["cluster"]["kv"], result.tables.table("requests").to_pylist())
+    assert result.config["cluster"]["kv"]["wait_s_mean"] == pytest.approx(64.5 / 3)
