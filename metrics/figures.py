@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from metrics.columns import MetricsError
 from metrics.figure_style import (
     DOUBLE_COLUMN_IN,
+    LEGEND_POINTS,
     SINGLE_COLUMN_IN,
     SOFT_INK,
     LineStyle,
@@ -103,12 +104,18 @@ def tbt_cdf(runs: Runs, *, width_in: float = SINGLE_COLUMN_IN) -> Figure:
 
 
 def load_over_time(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
-    """Requests queued and running, and output tokens per second, over time; means over equal slices of the run."""
+    """Requests queued and running, and output tokens per second, over time; means over equal slices of the run.
+
+    One run whose queue or duration dwarfs those of the others does not flatten these: queues that differ by more than
+    a decade stand on an axis that is logarithmic above 1, and a run far longer than most is cut, with a word of when it
+    ends.
+    """
     with house_style():
         figure, axes = new_figure(width_in, 0.55 * width_in, rows=3, sharex=True)
         queued, running, throughput = axes[:, 0]
+        until, cut = _shown_until({label: _end_s(run) for label, run in runs.items()})
         for position, (label, style) in enumerate(_styles(runs).items()):
-            run, look = runs[label], _Look(label, style, position / max(1, len(runs)))
+            run, look = runs[label], _Look(label, style, position / max(1, len(runs)), until)
             edges = np.linspace(0, _end_s(run), _BINS + 1)
             for ax, column in ((queued, "waiting"), (running, "running")):
                 _over_time(ax, edges, _mean_over_bins(run, column, edges), look)
@@ -122,12 +129,37 @@ def load_over_time(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
             (throughput, "output\ntokens/s"),
         ):
             ax.set_ylabel(name)
-            ax.set_ylim(0, 1.08 * max((float(np.max(drawn.get_ydata())) for drawn in ax.lines), default=0) or 1)
-            ax.set_xlim(0, max(map(_end_s, runs.values()), default=1))
+            peaks = [float(np.max(drawn.get_ydata(), initial=0)) for drawn in ax.lines] or [0.0]
+            top = max(peaks)
+            ax.set_ylim(0, 1.08 * top or 1)
+            if ax is queued and top > 10 * max(1.0, min(peaks)):
+                from metrics.log_axis import log_above_one
+
+                log_above_one(ax)
+                ax.set_ylim(0, 1.5 * top)
+            ax.set_xlim(0, until)
         figure.align_ylabels()
         throughput.set_xlabel("time (s)")
+        if cut:
+            queued.set_title(_goes_on(cut, letters_in(0.8 * width_in)), loc="right", fontsize=LEGEND_POINTS, pad=2)
         legend_above(figure, queued, len(runs), per_row=5)
         return figure
+
+
+def _shown_until(ends_s: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Where an axis of time ends, and the runs that go on beyond it: half as long again as most runs."""
+    if not ends_s:
+        return 1.0, {}
+    ends = sorted(ends_s.values())
+    usual = 1.5 * ends[len(ends) // 2]
+    cut = {label: end for label, end in ends_s.items() if end > usual}
+    return max(end for end in ends if end <= usual) * (1.1 if cut else 1), cut
+
+
+def _goes_on(cut: Mapping[str, float], letters: int) -> str:
+    """Until when the runs go on that an axis of time does not show to their end."""
+    told = ", ".join(f"{label} until {end:,.3g} s" for label, end in cut.items())
+    return shown_name(f"goes on beyond this axis: {told}", letters)
 
 
 def batch_composition(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
@@ -257,17 +289,24 @@ def _edges(run: RunTables) -> Floats:
 
 
 class _Look(NamedTuple):
-    """A run's look in the panels over time. shift: where its first marker sits, as a share of the way to the next."""
+    """A run's look in the panels over time. shift: where its first marker sits, as a share of the way to the next.
+
+    until_s: where the panels end.
+    """
 
     label: str
     style: LineStyle
     shift: float
+    until_s: float
 
 
 def _over_time(ax: Axes, edges: Floats, values: Floats, look: _Look) -> None:
+    middles = (edges[1:] + edges[:-1]) / 2
+    inside = middles <= look.until_s
+    middles, values = middles[inside], values[inside]
     every = max(1, len(values) // 8)  # markers, since dashes alone do not tell nine runs apart in grey
     ax.plot(
-        (edges[1:] + edges[:-1]) / 2, values, label=shown_name(look.label), marker=look.style.marker, markersize=3,
+        middles, values, label=shown_name(look.label), marker=look.style.marker, markersize=3,
         markevery=(int(look.shift * every), every), clip_on=False, **look.style.line(),
     )  # fmt: skip
 

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib import rcParams
 from matplotlib.font_manager import FontProperties
-from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+    SymmetricalLogLocator,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +46,14 @@ def log_scale(ax: Axes, *names: Literal["x", "y"]) -> None:
         axis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
         axis.set_minor_locator(LogLocator(subs=range(2, 10), numticks=60))
         axis.set_minor_formatter(NullFormatter())
+
+
+def log_above_one(ax: Axes) -> None:
+    """Make the y axis of a panel logarithmic above 1 and linear from 0 to 1, for counts that may be 0."""
+    ax.set_yscale("symlog", linthresh=1, linscale=0.4)
+    ax.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1, subs=(1,)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_number(value)))
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def plain_number(value: float) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from metrics import Recorder
+from metrics import Recorder, RunTables
 from metrics.figure_style import POLICY_STYLES, styles_for
 from metrics.figures import batch_composition, draw_all, load_over_time, tbt_cdf, ttft_cdf
+from policies.batch import BatchShape
 from tests.metrics.sample_runs import three_requests
 from tests.metrics.test_pipeline_figures import alternating
 
@@ -40,6 +41,33 @@ def test_load_over_time_adds_up_to_what_was_delivered() -> None:
     assert running.lines[0].get_ydata().sum() * width_s == pytest.approx(11)
     # Few iterations are drawn in few slices: a slice without the end of one would look like a pause.
     assert throughput.lines[0].get_ydata().sum() * 8 / 10 == pytest.approx(7)
+
+
+def a_long_queue(seconds: int, waiting: int) -> RunTables:
+    recorder = Recorder()
+    end = seconds * 1_000_000_000
+    shape = BatchShape(((8, 0),), sampled=1)
+    recorder.iteration(0, 0, 0, 0, end, shape, ((0, 8, 0, True),), (), 0, 1, waiting, 8, 0, 0, 0, end, True)
+    return recorder.tables()
+
+
+def test_one_run_with_a_long_queue_or_a_long_end_does_not_flatten_the_others() -> None:
+    """Queues of 1 and 500 differ by more than a decade; 100 s is more than half as long again as the median of 8 s."""
+    runs = {"a": three_requests(), "b": three_requests(), "slow": a_long_queue(100, 500)}
+    queued, running, _ = load_over_time(runs).axes
+    assert queued.get_xlim() == pytest.approx((0, 8.8))
+    assert queued.get_title(loc="right") == "goes on beyond this axis: slow until 100 s"
+    assert (queued.get_yscale(), running.get_yscale()) == ("symlog", "linear")
+    assert queued.get_ylim()[0] == 0 < 500 < queued.get_ylim()[1]
+    slow = queued.lines[2]
+    assert len(slow.get_xdata()) == 9  # slices of a second
+    assert slow.get_xdata().max() < 8.8
+
+
+def test_runs_alike_keep_plain_axes_and_their_whole_length() -> None:
+    runs = {"a": three_requests(), "b": a_long_queue(12, 9)}
+    queued = load_over_time(runs).axes[0]
+    assert (queued.get_yscale(), queued.get_title(loc="right"), queued.get_xlim()) == ("linear", "", (0, 12))
 
 
 @pytest.mark.parametrize("count", [1, 3])
