@@ -138,8 +138,12 @@ def find(columns: Sequence[str]) -> dict[str, Field]:
 
 
 def dialect(columns: Sequence[str]) -> str:
-    """Which project's file this is, told by its column names; "" when it is nobody's in particular."""
+    """Which project's file this is, told by its column names; "" when it is nobody's in particular.
+
+    A unit that somebody has put behind the name of the arrivals makes it no other file.
+    """
     names = {plain(column) for column in columns}
+    names |= {bare for name in names if (bare := _UNIT.sub("", name)) in NAMES["arrival"]}
     for kind, needed in DIALECTS.items():
         if needed <= names:
             return kind

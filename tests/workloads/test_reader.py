@@ -106,6 +106,18 @@ def test_burstgpt_failures_are_left_out_counted_and_said(tmp_path: Path) -> None
     assert trace.notes == ("1 of 3 requests left out: they failed (0 response tokens).",)
 
 
+def test_burstgpt_with_a_unit_in_its_column_name_as_the_note_advises_is_still_burstgpt(tmp_path: Path) -> None:
+    """Times in ms, read as seconds at first: 20 requests, one every 40,000 s; the third failed."""
+    rows = [f"{40_000 * row},ChatGPT,{10 + row},{0 if row == 2 else 5}" for row in range(20)]
+    columns = "Model,Request tokens,Response tokens"
+    doubted, advised = read_trace(lines(tmp_path / "b.csv", f"Timestamp,{columns}", *rows)), "timestamp_ms"
+    assert any(f"name it {advised}" in note for note in doubted.notes)
+    renamed = read_trace(lines(tmp_path / "c.csv", f"{advised},{columns}", *rows))
+    assert (renamed.source_format, len(renamed), len(doubted)) == ("burstgpt", 19, 19)
+    assert renamed.arrival_ns.tolist() == [at // 1000 for at in doubted.arrival_ns.tolist()]
+    assert renamed.notes == ("1 of 20 requests left out: they failed (0 response tokens).",)
+
+
 @pytest.mark.parametrize(
     "header", ["arrival_ms,ISL,OSL", "Timestamp (ms),Input Tokens,Output Tokens", "t_ms,inputLen,outputLen"]
 )
