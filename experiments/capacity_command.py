@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from experiments.engines import Engine
     from experiments.prices import Price
 
-
 REQUESTS, DRAWS, TOLERANCE = 1000, 5, 0.01
 
 
@@ -76,6 +75,7 @@ def capacity(
     """Highest rate within an objective, with its 95 % interval; or, with --smallest, the cluster that a trace needs."""
     from experiments.capacity import Objective
     from experiments.engines import make_engine
+    from experiments.notes import say_notes_of_search
     from experiments.prices import read_prices
 
     if report is not None:
@@ -104,16 +104,16 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
+        say_notes_of_search(workload, {**base, "replicas": 2}, quiet=as_json)
         _smallest(workload, axes, base, objective, chosen, prices, as_json, report)
         return
-    draws = DRAWS if draws is None else draws
+    draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
     from experiments.capacity_draws import draw_plan
     from experiments.capacity_study import find_capacities
     from experiments.progress import Progress
 
-    plan = draw_plan(
-        workload, arrivals=arrivals, requests=REQUESTS if requests is None else requests, draws=draws, seed=seed
-    )
+    plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
+    say_notes_of_search(workload, base, plan=plan, quiet=as_json)
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes, base, plan, objective, count=draws, tolerance=TOLERANCE if tolerance is None else tolerance,

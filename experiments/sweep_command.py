@@ -47,6 +47,7 @@ def sweep(
 ) -> None:
     """Run every point of a sweep, on this machine or on Ray; started again, it goes on where it was."""
     from experiments.engines import make_engine
+    from experiments.notes import notes_of_sweep, say
     from experiments.progress import Progress
     from experiments.sweep import run_sweep
     from experiments.sweep_space import read_sweep
@@ -59,6 +60,8 @@ def sweep(
     spec = read_sweep(file)
     target = out or Path("runs") / file.stem
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
+    notes = notes_of_sweep(spec)
+    say(notes, as_json)
     with Progress("sweep", "points", quiet=as_json) as progress:
         try:
             folder = run_sweep(spec, target, engine=chosen, retry_failed=retry_failed, report=progress)
@@ -67,7 +70,7 @@ def sweep(
             raise typer.Exit(130) from None
     rows = folder.rows()
     if report is not None:
-        _write_report(report, folder, file)
+        _write_report(report, folder, file, notes)
     failed = [row for row in rows if row["status"] == "failed"]
     table = target / "sweep.parquet"
     if as_json:
@@ -77,12 +80,12 @@ def sweep(
 
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(_table(folder))
-    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    tell = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for costs, count in _costs(rows).most_common(5):
-        say(f"costs: {costs}" + (f", {count} of {len(rows)} points" if count < len(rows) else ""))
+        tell(f"costs: {costs}" + (f", {count} of {len(rows)} points" if count < len(rows) else ""))
     for error, count in Counter(row["error"] for row in failed).most_common(5):
-        say(f"{count} failed: {error}")
-    say(f"{len(rows)} points in {table}")
+        tell(f"{count} failed: {error}")
+    tell(f"{len(rows)} points in {table}")
 
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
@@ -94,7 +97,7 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
     )
 
 
-def _write_report(path: Path, folder: SweepFolder, file: Path) -> None:
+def _write_report(path: Path, folder: SweepFolder, file: Path, said: Sequence[str]) -> None:
     from metrics.html_report import RowTable, write_report
 
     spec, rows = folder.spec, folder.rows()
@@ -102,6 +105,7 @@ def _write_report(path: Path, folder: SweepFolder, file: Path) -> None:
     notes = [f"Sweep {file.name}: {len(rows)} points, {failed} failed; method {spec.method}, seed {spec.seed}."]
     notes += [f"Costs: {costs}." for costs in _costs(rows)]
     notes.append(f"Trace: {json.dumps(spec.trace)}. Settings that stay: {json.dumps(spec.base)}.")
+    notes += [f"Note: {note}" for note in said]
     axes = [axis.name for axis in spec.axes]
     table = RowTable(f"{len(rows)} points", rows, axes, "One row a point; every key of the summary is a column.")
     write_report(path, question=f"What do the points of {file.stem} come to?", tables=[table], notes=notes)

@@ -23,6 +23,7 @@ from simulator.printing import (
     print_advice,
     print_intervals,
     print_runs,
+    say_costs,
     say_draw,
     say_trying,
     wide_console,
@@ -219,7 +220,9 @@ def _compare_draws(
 
         print(json.dumps(json_ready(result.as_dict()), indent=2))
         return
-    wide_console().print(comparison_rows(result))
+    console = wide_console()
+    console.print(comparison_rows(result))
+    say_costs(console, result.costs)
 
 
 def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from metrics.statistics import interval_of_draws
 from simulator.config import ReplayConfig
@@ -39,10 +39,17 @@ class Interval(NamedTuple):
         return not self.low <= self.value <= self.high
 
 
-def predict_intervals(
+class Prediction(NamedTuple):
+    """What the fitted costs predict (a run's summary, which names them), and the interval of every number in it."""
+
+    summary: dict[str, Any]
+    intervals: dict[str, Interval]
+
+
+def predict(
     trace: Trace, config: ReplayConfig, runs: int, *, progress: Callable[[int], None] | None = None
-) -> dict[str, Interval]:
-    """90 % intervals of every number in the summary over `runs` draws, seeded by the config's seed.
+) -> Prediction:
+    """A replay and 90 % intervals over `runs` draws, seeded by the config's seed.
 
     Raises SimulationError for a cost model that does not know its own error (the roofline: nothing was measured).
     """
@@ -58,11 +65,17 @@ def predict_intervals(
         if progress is not None:
             progress(number)
         draws.append(replay_trace(trace, config, plan=plan.drawn(config.seed * 1_000_003 + number)).summary)
-    return {
+    intervals = {
         key: _interval(value, [_number(draw[key]) for draw in draws])
         for key, value in summary.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
+    return Prediction(summary, intervals)
+
+
+def predict_intervals(trace: Trace, config: ReplayConfig, runs: int) -> dict[str, Interval]:
+    """The intervals of `predict` alone."""
+    return predict(trace, config, runs).intervals
 
 
 def _interval(value: float, draws: list[float]) -> Interval:

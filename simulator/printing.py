@@ -35,13 +35,14 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
 
 def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool) -> None:
     """What `replay --runs` found: a value and its interval of every statistic that differs between draws."""
-    from simulator.intervals import predict_intervals
+    from simulator.intervals import predict
 
-    intervals = predict_intervals(trace, settings, runs)
+    summary, intervals = predict(trace, settings, runs)
     if as_json:
         from metrics.run_folder import json_ready
 
-        print(json.dumps(json_ready({key: found._asdict() for key, found in intervals.items()}), indent=2))
+        costs = {key: summary[key] for key in ("cost_model", "calibrated")}
+        print(json.dumps(json_ready({**costs, **{key: found._asdict() for key, found in intervals.items()}}), indent=2))
         return
     from rich.table import Table
 
@@ -62,7 +63,15 @@ def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bo
             "none of the draws; errors that push one way only (queues), or few draws, leave it beside them"
         )
         table.caption_justify = "left"
-    wide_console().print(table)
+    console = wide_console()
+    console.print(table)
+    say_costs(console, [summary])
+
+
+def say_costs(console: Any, summaries: Sequence[Mapping[str, Any]]) -> None:
+    """Which costs these runs used, and how far they can be trusted: every run says so."""
+    names = " + ".join(dict.fromkeys(str(summary["cost_model"]) for summary in summaries))
+    console.print(f"costs: {names} ({trust(summaries)})", highlight=False, soft_wrap=True, markup=False)
 
 
 def print_advice(advice: Advice, out: Path | None) -> None:
@@ -76,7 +85,7 @@ def print_advice(advice: Advice, out: Path | None) -> None:
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
     summaries = list(tried.values())
-    console.print(f"costs: {summaries[0]['cost_model']} ({trust(summaries)})", highlight=False, soft_wrap=True)
+    say_costs(console, summaries)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
     console.print(f"with vLLM: {flags}", highlight=False, soft_wrap=True)
     if out is not None:
@@ -129,8 +138,7 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
     # Names and reasons are text: what stands in brackets in them is no markup.
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(comparison_table(summaries, max_width=console.width))
-    first = next(iter(runs.values()))
-    say(f"costs: {first.config['cost_model']} ({trust([run.summary for run in runs.values()])})")
+    say_costs(console, list(summaries.values()))
     for run in runs.values():
         reasons = _reasons(run)
         if reasons:

@@ -21,6 +21,8 @@ KEYS = (
     "stalls",
 )  # fmt: skip
 
+_COST_KEYS = ("cost_model", "calibrated", "inside_share")
+
 # Two-sided 95 % quantiles of Student's t by degrees of freedom (a table, so that a replay does not load SciPy).
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
         2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
@@ -54,10 +56,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class SeededComparison:
-    """values[policy][key]: one number a draw; the first policy is the one that others are compared with."""
+    """values[policy][key]: one number a draw; the first policy is the one that others are compared with.
+
+    costs: of each run, which costs it used and how far they can be trusted (keys of its summary).
+    """
 
     draws: int
     values: Mapping[str, Mapping[str, list[float]]]
+    costs: Sequence[Mapping[str, Any]] = ()
 
     def spread(self, policy: str, key: str) -> Spread:
         return Spread.of(self.values[policy][key])
@@ -72,6 +78,7 @@ class SeededComparison:
         return {
             "draws": self.draws,
             "compared_with": first,
+            "cost_models": list(dict.fromkeys(costs["cost_model"] for costs in self.costs)),
             "policies": {
                 policy: {
                     key: {
@@ -95,16 +102,18 @@ def compare_over_draws(
 ) -> SeededComparison:
     """Replay every setting over `draws` draws; draw(k) gives the k-th trace, the same one to every setting."""
     values: dict[str, dict[str, list[float]]] = {name: {key: [] for key in KEYS} for name in settings}
+    costs = []
     for number in range(draws):
         trace = draw(number)
         for name, config in settings.items():
             if progress is not None:
                 progress(number, name)
             summary = replay_trace(trace, config).summary
+            costs.append({key: summary[key] for key in _COST_KEYS})
             for key in KEYS:
                 value = summary[key]
                 values[name][key].append(math.nan if value is None else float(value))
-    return SeededComparison(draws, values)
+    return SeededComparison(draws, values, costs)
 
 
 def comparison_rows(result: SeededComparison) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from policies.batch import BatchShape
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.intervals import Interval, predict_intervals
+from simulator.intervals import Interval, Prediction, predict_intervals
 from simulator.pools import make_cluster_plan
 from simulator.printing import print_intervals
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -48,9 +48,12 @@ def test_the_table_has_units_and_marks_a_prediction_outside_of_its_interval(monk
         "ttft_s_p50": Interval(0.0123, 0.011, 0.0141, 0.0125), "inside_share": Interval(0.5, 0.6, 0.7, 0.65),
         "finished": Interval(9.0, 9.0, 9.0, 9.0),
     }  # fmt: skip
-    monkeypatch.setattr(intervals, "predict_intervals", lambda *arguments: found)
+    summary = {"cost_model": "fitted [x]", "calibrated": True, "inside_share": 0.5}
+    monkeypatch.setattr(intervals, "predict", lambda *arguments: Prediction(summary, found))
     print_intervals(TRACE, ReplayConfig(), 20, as_json=False)
-    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    assert "costs: fitted [x] (calibrated; 50.0% of the iterations in the measured region)" in printed.splitlines()
+    rows = [line.replace("│", " ").split() for line in printed.splitlines()]
     assert ["ttft_s_p50", "12.3", "ms", "11", "ms", "14.1", "ms", "12.5", "ms"] in rows
     assert ["inside_share", "50.0%", "*", "60.0%", "70.0%", "65.0%"] in rows
     assert not any(row[:1] == ["finished"] for row in rows)

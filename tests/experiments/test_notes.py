@@ -1,0 +1,66 @@
+"""Who starts a search over many runs hears what one replay would say of the trace and the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.notes import notes_of_sweep
+from experiments.sweep_space import parse_sweep
+from tests.hardening.command_line import run
+
+DOUBT = "If its times are in ms, name it timestamp_ms"
+NO_SESSION = "router session_affinity: the trace has no session"
+
+
+def slow_trace(folder: Path) -> Path:
+    """Twelve requests, one every 1,700 s as it stands: times in ms, read as seconds."""
+    file = folder / "slow.csv"
+    file.write_text("Timestamp,prompt,output\n" + "".join(f"{1700 * row},20,3\n" for row in range(12)))
+    return file
+
+
+def test_a_sweep_says_once_what_any_of_its_settings_gives_reason_to() -> None:
+    content = {
+        "trace": {"requests": 5, "arrivals": "poisson:4", "prompt": "fixed:60", "output": "fixed:2"},
+        "base": {"replicas": 2},
+        "space": {"router": ["round_robin", "session_affinity"], "prefix_caching": [True, False]},
+    }
+    notes = notes_of_sweep(parse_sweep(content))
+    assert sorted(note.split(":")[0] for note in notes) == ["--prefix-caching", "router session_affinity"]
+    assert notes_of_sweep(parse_sweep({**content, "space": {"router": ["round_robin", "least_kv"]}})) == []
+    # With a single replica there is nothing to route.
+    assert notes_of_sweep(parse_sweep({**content, "base": {}, "space": {"router": ["session_affinity"]}})) == []
+
+
+def test_a_sweep_of_a_trace_that_cannot_be_read_leaves_that_to_its_points() -> None:
+    content = {"trace": {"file": "nowhere.csv"}, "base": {}, "space": {"seed": [0, 1]}}
+    assert notes_of_sweep(parse_sweep(content)) == []
+
+
+def test_sweep_and_capacity_say_the_notes_that_replay_says(tmp_path: Path) -> None:
+    trace = slow_trace(tmp_path)
+    file = tmp_path / "sweep.toml"
+    file.write_text(
+        f'[trace]\nfile = "{trace}"\n[base]\ncost_model = "roofline"\nrouter = "session_affinity"\n[space]\nreplicas = [1, 2]\n'
+    )
+    commands = {
+        "replay": ("simulator", "replay", str(trace), "--cost-model", "roofline", "--replicas", "2", "--router", "session_affinity"),
+        "sweep": ("experiments", "sweep", str(file), "--out", str(tmp_path / "out"), "--workers", "0"),
+        "smallest": (
+            "experiments", "capacity", str(trace), "--smallest", "--workers", "0", "--set", "cost_model=roofline",
+            "--set", "router=session_affinity",
+        ),
+        "capacity": (
+            "experiments", "capacity", str(trace), "--requests", "100", "--draws", "2", "--tolerance", "0.2", "--workers", "0",
+            "--set", "cost_model=roofline", "--set", "replicas=2", "--set", "router=session_affinity",
+        ),
+    }  # fmt: skip
+    for name, command in commands.items():
+        ended = run(*command)
+        assert ended.code == 0, (name, ended.err)
+        notes = [line for line in ended.err.splitlines() if line.startswith("note: ")]
+        assert [DOUBT in note for note in notes] == [True, False], name
+        assert [NO_SESSION in note for note in notes] == [False, True], name
+        # Whoever reads JSON is told nothing beside it.
+        if name == "sweep":
+            assert "note:" not in run(*command, "--json").err
