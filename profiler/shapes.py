@@ -16,6 +16,9 @@ from profiler.errors import ProfileError
 
 Column = NDArray[np.int64]
 
+_RANGE = 1 << 63
+_BEYOND = "has no place in 64 bits; no batch is that large"
+
 
 @dataclass(frozen=True)
 class ShapeColumns:
@@ -48,11 +51,19 @@ class ShapeColumns:
                 f"shapes: found {type(shapes).__name__}, expected a sequence of BatchShape or ShapeColumns"
             )
         n = len(shapes)
-        flat = np.fromiter(chain.from_iterable(shape[1:] for shape in shapes), np.int64, 6 * n).reshape(n, 6).T.copy()
         offsets = np.zeros(n + 1, np.int64)
         np.cumsum(np.fromiter((len(shape[0]) for shape in shapes), np.int64, n), out=offsets[1:])
+        numbers = chain.from_iterable(shape[1:] for shape in shapes)
         pairs = chain.from_iterable(chain.from_iterable(shape[0] for shape in shapes))
-        chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2).T.copy()
+        try:
+            flat = np.fromiter(numbers, np.int64, 6 * n).reshape(n, 6).T.copy()
+            chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2).T.copy()
+        except OverflowError:
+            raise ProfileError(f"shapes: found a number that {_BEYOND}") from None
+        for column in (flat, chunks):
+            # Columns are summed over all batches.
+            if column.size and (most := int(column.max())) * column.size >= _RANGE:
+                raise ProfileError(f"shapes: found {most:,}; the sum over so many batches {_BEYOND}")
         return cls(chunks[0], chunks[1], offsets, *flat)
 
     @classmethod
@@ -118,8 +129,20 @@ class ShapeColumns:
 
 def attended_pairs(tokens: Column, prefix: Column, window: int | None) -> Column:
     """Query-key pairs of many chunks; ModelSpec.attended in columns."""
+    if len(tokens):
+        most, longest = int(tokens.max()), int(prefix.max())
+        # Twice, as costs count a pair for keys and one for values; and summed over all chunks.
+        if 2 * most * (longest + most + 1) * len(tokens) >= _RANGE:
+            seen = prefix.astype(float) + tokens + 1
+            within_range(2 * float(np.dot(tokens.astype(float), seen)), "query-key pairs")
     if window is None:
         return tokens * prefix + tokens * (tokens + 1) // 2
     growing: Column = np.clip(window - prefix, 0, tokens)
     pairs: Column = growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
     return pairs
+
+
+def within_range(largest: float, what: str) -> None:
+    """Raises ProfileError where whole numbers of this size would wrap around."""
+    if not -_RANGE < largest < _RANGE:
+        raise ProfileError(f"shapes: found {largest:.1e} {what}, which {_BEYOND}")

@@ -12,7 +12,7 @@ from policies.batch import BatchShape
 from profiler.dtypes import canonical_dtype, dtype_bytes
 from profiler.hardware import Hardware
 from profiler.model_spec import ModelSpec
-from profiler.shapes import Column, ShapeColumns, attended_pairs
+from profiler.shapes import Column, ShapeColumns, attended_pairs, within_range
 
 
 def peaks(
@@ -62,15 +62,23 @@ def flops_of(model: ModelSpec, shapes: object) -> Column:
     columns = _columns(shapes)
     per = flop_coefficients(model)
     pairs = pairs_of(model, columns)
-    return per["token"] * columns.tokens + per["pair"] * pairs + per["sampled"] * columns.sampled
+    return _sum("FLOPs", (per["token"], columns.tokens), (per["pair"], pairs), (per["sampled"], columns.sampled))
 
 
 def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column:
     """Bytes that must cross the memory bus at least: weights, KV read, new KV written, once each."""
     columns = _columns(shapes)
     per = byte_coefficients(model, dtype, kv_dtype)
-    weights = per["iteration"] * (columns.tokens > 0).astype(np.int64)
-    return weights + per["token"] * columns.tokens + per["context"] * kv_tokens_of(model, columns)
+    busy = (columns.tokens > 0).astype(np.int64)
+    context = kv_tokens_of(model, columns)
+    return _sum("bytes", (per["iteration"], busy), (per["token"], columns.tokens), (per["context"], context))
+
+
+def _sum(what: str, *terms: tuple[int, Column]) -> Column:
+    """Coefficients times columns; ProfileError where the largest sum would wrap around."""
+    within_range(sum(float(each) * float(column.max(initial=0)) for each, column in terms), what)
+    total: Column = sum(each * column for each, column in terms)  # type: ignore[assignment]
+    return total
 
 
 def pairs_of(model: ModelSpec, columns: ShapeColumns) -> Column:

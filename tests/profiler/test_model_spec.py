@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from policies.batch import BatchShape
 from profiler.errors import ProfileError
 from profiler.model_config import load_model_spec, model_names
 from profiler.model_spec import ModelSpec
+from profiler.work import bytes_of, flops_of
 
 SHAPES = Path("../shared/data/model_shapes.csv")
 
@@ -260,3 +262,22 @@ def test_sizes_that_overflow_a_float_are_no_sizes() -> None:
     for key in ("hidden", "intermediate", "layers", "vocab"):
         with pytest.raises(ProfileError, match=f"{key}: found 1000000000000000000.*, expected a whole number of 1 to 2"):
             replace(load_model_spec("nano"), **{key: 10**308})
+
+
+@pytest.mark.parametrize("tokens", [10**8, 4 * 10**9, 10**12, 10**18, 10**19, 10**30])
+def test_more_tokens_than_64_bits_can_count_are_refused_and_never_wrap_around(tokens: int) -> None:
+    spec = load_model_spec("llama-3.1-8b")
+    for shape in (BatchShape(((tokens, 0),), sampled=1), BatchShape(((tokens, tokens),) * 3)):
+        with pytest.raises(ProfileError, match="64 bits"):
+            flops_of(spec, [shape])
+    if tokens > 10**15:
+        with pytest.raises(ProfileError, match="64 bits"):
+            bytes_of(spec, [BatchShape((), 1, tokens, tokens, 0, 1)])
+
+
+def test_what_fits_into_64_bits_is_counted_to_the_last_pair() -> None:
+    """A million tokens: 500,000,500,000 pairs of 524,288 FLOPs, the linear layers, one row of the head."""
+    spec = load_model_spec("llama-3.1-8b")
+    pairs = 10**6 * (10**6 + 1) // 2
+    by_hand = 524_288 * pairs + spec.linear_flops_per_token() * 10**6 + spec.head_flops_per_row
+    assert flops_of(spec, [BatchShape(((10**6, 0),), sampled=1)]).tolist() == [by_hand]
