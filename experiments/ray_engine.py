@@ -8,7 +8,8 @@ from typing import Any
 
 from experiments.engines import Tasks, named_files, placed, project_root
 from experiments.errors import ExperimentError
-from experiments.tasks import PACKAGES, Result, Task, one_thread_each, perform
+from experiments.tasks import Result, Task, one_thread_each, perform
+from policies.user_code import PACKAGES
 
 _AHEAD = 2
 """Tasks submitted per CPU of the cluster: one runs, one waits."""
@@ -23,7 +24,7 @@ class RayEngine:
             import ray
         except ImportError:
             raise ExperimentError("--engine ray: Ray is not installed; pip install 'charioteer[ray]'") from None
-        modules = [str(project_root() / name) for name in PACKAGES if (project_root() / name).is_dir()]
+        modules = [str(project_root() / name) for name in sorted(PACKAGES) if (project_root() / name).is_dir()]
         environment = {"py_modules": modules, "env_vars": {"OMP_NUM_THREADS": "1"}}
         try:
             ray.init(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from policies.user_code import place_in_user_code
+from policies.user_code import PACKAGES, place_in_user_code, raised_in_ours
 
 Task = Mapping[str, Any]
 Result = dict[str, Any]
@@ -26,8 +26,6 @@ KINDS = {
     "claim": "experiments.claim:run_task",
 }
 """What a task's `kind` may be, and who does it."""
-
-PACKAGES = ("policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments")
 
 
 def perform(task: Task) -> Result:
@@ -57,6 +55,9 @@ def error_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     line = text if is_ours(error) and text else f"{type(error).__name__}: {text}".rstrip(": ")
     place = place_in_user_code(error)
+    ours = None if is_ours(error) else raised_in_ours(error)
+    if ours:
+        place = f"{place}; raised in Charioteer's own {ours}"
     return f"{line} ({place})" if place else line
 
 

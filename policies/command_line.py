@@ -16,15 +16,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from policies.errors import PolicyError
-from policies.user_code import TRACEBACKS, place_in_user_code
+from policies.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
 
 EXTRAS = {
     "torch": "executor", "safetensors": "executor", "tokenizers": "executor", "flash_attn": "cuda", "triton": "cuda",
     "ray": "ray", "optuna": "ray", "plotly": "report",
 }  # fmt: skip
 """What is not installed by default, and the extra of pyproject.toml that brings it."""
-PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
-"""Whose exceptions are messages for the user; each folder has one type of its own."""
 
 OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "max-num-batched-tokens": ("token-budget",), "tensor-parallel-size": ("tp",), "pipeline-parallel-size": ("pp",),
@@ -140,6 +138,8 @@ def _fault(error: Exception) -> int:
     if place is None or os.environ.get(TRACEBACKS):
         raise error
     what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+    if ours := raised_in_ours(error):
+        what += f"; raised in {ours}, Charioteer's own code: its fault, unless it was called with a wrong argument"
     return _say(f"{place}: {what} ({TRACEBACKS}=1 shows the whole traceback)", FAULT_OF_USER_CODE)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from experiments.tasks import perform
-from policies.command_line import FAULT_OF_USER_CODE
+from policies import user_code
+from policies.command_line import FAULT_OF_USER_CODE, one_line
 from tests.hardening.command_line import assert_refused, run
 
 POLICY = """from dataclasses import dataclass
@@ -56,6 +58,40 @@ def test_an_exception_in_a_policy_is_one_line_with_its_place(package: str, trace
         f"error: {tmp_path / 'mine.py'}:14, in plan: KeyError: 'now' (CHARIOTEER_TRACEBACKS=1 shows the whole traceback)"
     ]
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("call", "ours"),
+    [("draft.decode(None)", True), ("max([1, 'a'], key=lambda each: each + 1)", False)],
+)
+def test_a_fault_in_what_a_policy_called_is_told_from_one_of_its_own(
+    call: str, ours: bool, trace: Path, tmp_path: Path
+) -> None:
+    """The frame where it was raised decides: a draft that breaks is ours, a sum of its own is not."""
+    text = POLICY.replace('return {}["now"]', call)
+    (tmp_path / "mine.py").write_text(text)
+    policy = f"{tmp_path / 'mine.py'}:Mine"
+    ended = run("simulator", "replay", trace, "--policy", policy)
+    (told,) = (line for line in ended.err.splitlines() if line.startswith("error: "))
+    assert ended.code == FAULT_OF_USER_CODE
+    assert told.startswith(f"error: {tmp_path / 'mine.py'}:14, in ")
+    assert told.endswith("(CHARIOTEER_TRACEBACKS=1 shows the whole traceback)")
+    assert ("raised in policies/draft.py:" in told) == ours
+    assert ("its fault, unless it was called with a wrong argument" in told) == ours
+    done = perform({"kind": "point", "trace": {"file": str(trace)}, "config": {"policy": policy}})
+    assert ("raised in Charioteer's own policies/draft.py:" in done["error"]) == ours
+
+
+def test_a_callback_that_breaks_inside_of_our_code_is_its_authors(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = ModuleType("mine")
+    exec("class Odd:\n    def __str__(self):\n        raise KeyError\ndef plan(call):\n    call(Odd())\n", mine.__dict__)
+    monkeypatch.setattr(user_code, "MODULES", {"mine"})
+    with pytest.raises(KeyError) as caught:
+        mine.plan(one_line)
+    assert user_code.raised_in_ours(caught.value) is None
+    with pytest.raises(AttributeError) as caught_ours:
+        mine.plan(user_code.place_in_user_code)
+    assert (user_code.raised_in_ours(caught_ours.value) or "").startswith("policies/user_code.py:")
 
 
 def test_the_whole_traceback_is_there_for_the_asking(
