@@ -117,7 +117,9 @@ def replay_command(
         serve_if_not_rank_0()
     _refuse_early(settings, out)
     requests = _read_trace(trace or reading["trace"], reading, settings.seed)
-    for note in () if as_json else requests.notes:
+    from metrics.slo import doubtful_bounds
+
+    for note in () if as_json else [*requests.notes, *(doubtful_bounds(settings.slo) if settings.slo else ())]:
         print(f"note: {note}", file=sys.stderr)
 
     from executor.live import load_for, replay_live
@@ -140,6 +142,10 @@ def replay_command(
     run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
     run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
     if out is not None:
+        from metrics.run_folder import replaced
+
+        if not as_json and (note := replaced(out, run.config)):
+            print(f"note: {note}", file=sys.stderr)
         run.write(out)
         assert journal is not None
         journal.remove()

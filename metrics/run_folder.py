@@ -99,6 +99,25 @@ def is_run_folder(path: str | Path) -> bool:
         return False
 
 
+def replaced(path: str | Path, config: Mapping[str, Any]) -> str | None:
+    """A sentence where a run of something else lies at `path`, which a run with this config will replace."""
+    try:
+        there = _read_json(Path(path) / "config.json")
+    except MetricsError:
+        return None
+    if RUN_MARKER not in there:
+        return None
+
+    def what(of: Mapping[str, Any]) -> list[str]:
+        trace = of.get("trace")
+        named = [of.get(key) for key in ("world", "policy", "model", "gpu")]
+        return [str(value) for value in (*named, trace.get("name") if isinstance(trace, Mapping) else None) if value]
+
+    if what(there) == what(config):
+        return None
+    return f"{path}: the run there ({', '.join(what(there))}) is replaced by this one"
+
+
 def parquet_writer(file: Path, table: str) -> pq.ParquetWriter:
     """A writer for one table of a run folder; only strings are dictionary-encoded."""
     import pyarrow.parquet as pq

@@ -24,6 +24,8 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 SLO_METRICS = ("ttft", "tbt", "tpot", "e2e")
+_DOUBTFUL_S = {"ttft": 200.0, "tbt": 10.0, "tpot": 10.0, "e2e": 5_000.0}
+"""Bounds from which nobody would wait for a token, or an answer, so long: milliseconds, more likely."""
 _FORM = (
     "metric_statistic=seconds, such as ttft_p99=2,tbt_p99=0.2 (metrics ttft, tbt, tpot, e2e; statistics mean, max, pNN)"
 )
@@ -84,6 +86,19 @@ def parse_objectives(text: str) -> str | dict[str, str]:
         parse_slo(objective)
         objectives[name] = objective
     return objectives
+
+
+def doubtful_bounds(text: str) -> list[str]:
+    """A sentence for each bound that is too long to be meant in seconds, and would hold of any run."""
+    objectives = parse_objectives(text)
+    each = [objectives] if isinstance(objectives, str) else list(objectives.values())
+    return [
+        f"SLO: {bound.metric}_{bound.statistic}={bound.bound_s:g} is {bound.bound_s:,g} seconds; "
+        f"if milliseconds are meant, write {bound.metric}_{bound.statistic}={bound.bound_s / 1e3:g}"
+        for objective in each
+        for bound in parse_slo(objective)
+        if bound.bound_s >= _DOUBTFUL_S[bound.metric]
+    ]
 
 
 def check_statistics(warmup: str | None, slo: str | None, error: type[ValueError] = MetricsError) -> None:

@@ -245,7 +245,7 @@ def _replay_all(
     quiet: bool,
     one_folder: bool,
 ) -> dict[str, Run]:
-    from metrics.run_folder import check_run_place
+    from metrics.run_folder import check_run_place, replaced
     from simulator.simulation import make_cluster_plan, replay
 
     if out is not None:
@@ -262,16 +262,21 @@ def _replay_all(
             run = replay(trace, config, progress=start(config.policy, len(trace)))
             run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
             if out is not None:
-                run.write(out if one_folder else out / folder_name(config.policy))
+                place = out if one_folder else out / folder_name(config.policy)
+                if not quiet and (note := replaced(place, run.config)):
+                    print(f"note: {note}", file=sys.stderr)
+                run.write(place)
             runs[config.policy] = run
     return runs
 
 
 def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> None:
+    from metrics.slo import doubtful_bounds
     from simulator.notes import settings_without_effect
 
     without = [note for config in settings for note in settings_without_effect(config, trace)]
-    for note in () if quiet else dict.fromkeys([*trace.notes, *without]):
+    doubtful = [note for config in settings if config.slo for note in doubtful_bounds(config.slo)]
+    for note in () if quiet else dict.fromkeys([*trace.notes, *without, *doubtful]):
         print(f"note: {note}", file=sys.stderr)
 
 

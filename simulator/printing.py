@@ -24,13 +24,18 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    from rich.padding import Padding
+
     console = wide_console()
     for row in rows:
         console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
-        console.print(f"  {row['rule']}", highlight=False)
+        console.print(Padding(row["rule"], (0, 0, 0, 2), expand=False), highlight=False)
         for knob, facts in row["knobs"].items():
             flag = prefix + knob.replace("_", "-")
-            console.print(f"    {flag} [cyan]{facts['default']}[/cyan]  {facts['help']}", highlight=False)
+            # An empty text is a default too.
+            default = facts["default"] if facts["default"] != "" else '""'
+            line = f"{flag} [cyan]{default}[/cyan]  {facts['help']}"
+            console.print(Padding(line, (0, 0, 0, 4), expand=False), highlight=False)
 
 
 def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool) -> None:
@@ -87,7 +92,11 @@ def print_advice(advice: Advice, out: Path | None) -> None:
     summaries = list(tried.values())
     say_costs(console, summaries)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
-    console.print(f"with vLLM: {flags}", highlight=False, soft_wrap=True)
+    console.print(
+        f"with vLLM, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests ran "
+        f"at once: {flags}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
     if out is not None:
         console.print(f"the run and the frontier are in {out}", highlight=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from policies.registry import BUILT_IN
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.options import read_config_file
@@ -214,6 +215,34 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(trace, tmp_path, arguments, wo
 )  # fmt: skip
 def test_a_flag_of_another_command_is_named_and_advise_ignores_none(trace, command, arguments, words):
     assert words in assert_refused(run_command("simulator", command, trace, *arguments))
+
+
+def test_bounds_too_long_to_be_seconds_are_doubted(trace):
+    flags = ("replay", trace, "--cost-model", "roofline", "--slo")
+    told = run_command("simulator", *flags, "ttft_p99=2000,tbt_p99=200")
+    assert told.code == 0
+    assert told.err.splitlines() == [
+        "note: SLO: ttft_p99=2000 is 2,000 seconds; if milliseconds are meant, write ttft_p99=2",
+        "note: SLO: tbt_p99=200 is 200 seconds; if milliseconds are meant, write tbt_p99=0.2",
+    ]
+    assert run_command("simulator", *flags, "chat:tpot_mean=50;batch:ttft_p99=60,e2e_max=3600").err.count("note: SLO") == 1
+    assert run_command("simulator", *flags, "ttft_p99=2,tbt_p99=0.2").err == ""
+
+
+def test_a_run_in_place_of_another_ones_says_so(trace, tmp_path):
+    flags = ("replay", trace, "--cost-model", "roofline", "--out", tmp_path / "run")
+    assert [run_command("simulator", *flags).err for _ in range(2)] == ["", ""]
+    assert run_command("simulator", *flags, "--policy", "orca").err == (
+        f"note: {tmp_path / 'run'}: the run there (simulated, chunked, llama-3.1-8b, h100, trace) is replaced by this one\n"
+    )
+
+
+def test_listed_rules_and_knobs_keep_their_indent_over_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")  # no title is so long, rules and knobs are
+    lines = run_command("simulator", "policies").out.splitlines()
+    assert [line.partition(" ")[0] for line in lines if not line.startswith("  ")] == list(BUILT_IN)
+    assert any(line.startswith("    ") and not line.strip().startswith("--") for line in lines)
+    assert any(line.startswith('    --classes ""  targets per SLO class') for line in lines)
 
 
 def test_settings_and_runs_given_as_a_trace_are_told_where_they_belong(trace, tmp_path):
