@@ -76,8 +76,9 @@ class _Part:
         # Along its own axis first, so that a region is a run of rows.
         rows = np.moveaxis(normal, self.own, 0)
         gaps = np.searchsorted(self.knots, places[self.own], side="right").reshape([-1] + [1] * (rows.ndim - 1))
-        rows = np.sqrt(1.0 - self.spread.common) * rows + np.sqrt(self.spread.common) * self.whole[gaps]
         region = np.abs(places[self.own][:, None] - self.spread.centres).argmin(axis=1)
+        common = self.spread.common[region].reshape(gaps.shape)
+        rows = np.sqrt(1.0 - common) * rows + np.sqrt(common) * self.whole[gaps]
         size = np.empty_like(rows)
         for one in np.unique(region):
             size[region == one] = np.interp(np.abs(rows[region == one]), _NORMAL, self.spread.sizes[one])

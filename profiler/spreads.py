@@ -45,10 +45,15 @@ AXES = {
 
 LEVELS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 1.0)
 """Quantiles of |log(predicted / measured)| that are kept."""
-LEAST_STRUCTURES = 8
 WINDOW = 0.75
-"""A region: the structures within so many octaves of its centre, and at least so many of the nearest: structures are
-what is independent, and fewer do not show a tail."""
+LEAST = 19
+LEAST_STRUCTURES = 8
+"""A region: the structures within so many octaves of its centre, and as many more of the nearest as make 19 independent
+errors, as many as a 90 % interval needs. Rows of one structure count by how alike their sizes are (`_worth`): four
+linear layers of one row count as two, two hundred as a dozen. What a structure has in common it shows once, so that is
+asked of so many structures."""
+NEIGHBOURS = 4
+"""Other structures that tell what size is usual for one."""
 REACHES = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Octaves between independent errors along a coordinate that was not left out; a fit takes what its errors show."""
 LAGS = (0.05, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0)
@@ -65,17 +70,17 @@ class Spread:
     """Errors of one operator where one axis lies between measured values.
 
     knots: those values. centres: of the regions, in octaves of the axis. sizes: a row a region, the quantiles LEVELS of
-    |log error|. reach: octaves by the other coordinates. floor: what is left of the error at a measured value, where
-    repeats scatter too. common: share of its variance that is the same at all other coordinates.
+    |log error|. common: by region, share of their variance that is the same at all other coordinates. reach: octaves by
+    these. floor: what is left of the error at a measured value, where repeats scatter too.
     """
 
     name: str
     knots: Array
     centres: Array
     sizes: Array
+    common: Array
     reach: Mapping[str, float]
     floor: float = 0.0
-    common: float = 0.0
 
     @property
     def operator(self) -> str:
@@ -117,11 +122,12 @@ def measured_spreads(
         error = np.log(table["predicted_us"].to_numpy(float) / table["us"].to_numpy(float))
         centres, sizes = _regions(places[axis], np.abs(error))
         scaled = _scaled(places[axis], error)
-        common = _common(places[axis], scaled)
+        everywhere = _common(places[axis], scaled)
+        common = np.array([_common(places[axis], scaled, centre) for centre in centres])
         others = [one for one in COORDINATES[operator] if one != axis]
-        reach = {one: _reach(table, places, scaled, common, one) for one in others}
+        reach = {one: _reach(table, places, scaled, everywhere, one) for one in others}
         floor = (noise or {}).get(f"{operator} median", 0.0) / max(float(np.median(np.abs(error))), 1e-9)
-        found[name] = Spread(name, _measured(profile, name), centres, sizes, reach, min(floor, 1.0), common)
+        found[name] = Spread(name, _measured(profile, name), centres, sizes, common, reach, min(floor, 1.0))
     return found
 
 
@@ -167,14 +173,39 @@ def _measured(profile: Profile, name: str) -> Array:
 
 def _regions(place: Array, size: Array) -> tuple[Array, Array]:
     """Centres an octave apart, and the quantiles of the errors around each."""
-    structures = np.unique(place)
+    structures, structure = np.unique(np.round(place, 4), return_inverse=True)
+    worth = _worth(structures, structure, size)
     centres = np.unique(np.round(structures))
-    rows = []
-    for centre in centres:
-        apart = np.sort(np.abs(structures - centre))
-        within = max(WINDOW, apart[min(LEAST_STRUCTURES, len(apart)) - 1])
-        rows.append(np.quantile(size[np.abs(place - centre) <= within + 1e-9], LEVELS))
+    rows = [np.quantile(size[_near(structures, centre, worth, LEAST)[structure]], LEVELS) for centre in centres]
     return centres, np.array(rows)
+
+
+def _near(structures: Array, centre: float, worth: Array, least: float) -> NDArray[np.bool_]:
+    """Which structures a region takes: those within WINDOW, and the nearest whose worth adds up to `least`."""
+    apart = np.abs(structures - centre)
+    order = np.argsort(apart, kind="stable")
+    last = min(int(np.searchsorted(np.cumsum(worth[order]), least - 1e-9)), len(order) - 1)
+    return np.asarray(apart <= max(WINDOW, float(apart[order[last]])) + 1e-9)
+
+
+def _worth(structures: Array, structure: NDArray[np.int64], size: Array) -> Array:
+    """Independent errors that each structure is worth: n / (1 + (n - 1) x correlation) of its n rows (Kish's design
+    effect). Correlation: of the errors' sizes over what is usual next to a structure, so that a structure which its
+    neighbours do not foretell counts as alike in itself."""
+    rows, square = np.bincount(structure), np.bincount(structure, size**2)
+    usual = np.ones(len(structures))
+    for one, place in enumerate(structures):
+        others = np.arange(max(one - NEIGHBOURS, 0), min(one + NEIGHBOURS + 1, len(structures)))
+        others = others[others != one]
+        others = others[np.argsort(np.abs(structures[others] - place), kind="stable")][:NEIGHBOURS]
+        if len(others):
+            usual[one] = max(float(np.sqrt(square[others].sum() / rows[others].sum())), 1e-9)
+    scaled = np.minimum(size / usual[structure], 3.0)
+    scaled -= scaled.mean()
+    total, pairs = np.bincount(structure, scaled), float(np.sum(rows * (rows - 1)))
+    product = float(np.sum(total**2) - np.sum(scaled**2)) / pairs if pairs else 0.0
+    alike = min(max(product / max(float(np.mean(scaled**2)), 1e-18), 0.0), 1.0)
+    return np.asarray(rows / (1.0 + (rows - 1) * alike))
 
 
 def _scaled(place: Array, error: Array) -> Array:
@@ -185,12 +216,21 @@ def _scaled(place: Array, error: Array) -> Array:
     return np.asarray(scaled / max(float(np.sqrt(np.mean(scaled**2))), 1e-9))
 
 
-def _common(place: Array, scaled: Array) -> float:
-    """Correlation of the errors of one structure, over all pairs of its rows."""
-    _, structure = np.unique(np.round(place, 4), return_inverse=True)
-    rows, total = np.bincount(structure), np.bincount(structure, scaled)
-    pairs = float(np.sum(rows * (rows - 1)))
-    return min(max(float(np.sum(total**2) - np.sum(scaled**2)) / pairs, 0.0), 1.0) if pairs else 1.0
+def _common(place: Array, scaled: Array, centre: float | None = None) -> float:
+    """Correlation of the errors of one structure, over all pairs of its rows; around `centre`, over LEAST_STRUCTURES.
+
+    1 where no structure has two rows: alike is cautious.
+    """
+    structures, structure = np.unique(np.round(place, 4), return_inverse=True)
+    rows, total, square = (np.bincount(structure, one) for one in (np.ones(len(scaled)), scaled, scaled**2))
+    taken = np.ones(len(structures), bool)
+    if centre is not None:
+        taken = _near(structures, centre, (rows > 1).astype(float), LEAST_STRUCTURES)
+    pairs = float(np.sum((rows * (rows - 1.0))[taken]))
+    if not pairs:
+        return 1.0
+    mean = max(float(square[taken].sum() / rows[taken].sum()), 1e-18)
+    return min(max(float(np.sum((total**2 - square)[taken])) / pairs / mean, 0.0), 1.0)
 
 
 def _reach(table: pd.DataFrame, places: Mapping[str, Array], scaled: Array, common: float, along: str) -> float:
@@ -238,8 +278,8 @@ def likeness(apart: Any) -> Array:
 
 def as_document(spread: Spread, keep: Callable[[Any], list[int]]) -> dict[str, Any]:
     """As JSON; keep: puts an array into the file of arrays and says where it lies."""
-    arrays = {"knots": keep(spread.knots), "centres": keep(spread.centres), "sizes": keep(spread.sizes)}
-    return {"name": spread.name, **arrays, "reach": dict(spread.reach), "floor": spread.floor, "common": spread.common}
+    arrays = {key: keep(getattr(spread, key)) for key in ("knots", "centres", "sizes", "common")}
+    return {"name": spread.name, **arrays, "reach": dict(spread.reach), "floor": spread.floor}
 
 
 def read_spread(entry: Entry, arrays: Array) -> Spread:
@@ -247,7 +287,7 @@ def read_spread(entry: Entry, arrays: Array) -> Spread:
     name = entry.text("name")
     if name not in AXES:
         entry.fail("name", name, f"one of {', '.join(AXES)}")
-    knots, centres, sizes = (entry.array(key, arrays) for key in ("knots", "centres", "sizes"))
+    knots, centres, sizes, common = (entry.array(key, arrays) for key in ("knots", "centres", "sizes", "common"))
     for key, values in (("knots", knots), ("centres", centres)):
         if values.ndim != 1 or (np.diff(values) <= 0).any() or values[0] < 0:
             entry.fail(key, "descending or negative values", "ascending values")
@@ -255,13 +295,15 @@ def read_spread(entry: Entry, arrays: Array) -> Spread:
         entry.fail("sizes", sizes.shape, f"shape {(len(centres), len(LEVELS))}")
     if (np.diff(sizes, axis=1) < 0).any() or sizes.min() < 0 or sizes.max() > LARGEST:
         entry.fail("sizes", "quantiles out of order or bounds", f"ascending from 0 to {LARGEST:g}")
+    if common.shape != centres.shape or common.min() < 0 or common.max() > 1:
+        entry.fail("common", f"shape {common.shape}", f"shape {centres.shape}, from 0 to 1")
     reach = type(entry)(entry.path, f"{entry.where}.reach", entry.values.get("reach"))
     others = [one for one in COORDINATES[name.split(" ")[0]] if one != AXES[name]]
     if set(reach.values) != set(others):
         entry.fail("reach", sorted(reach.values), f"{', '.join(others)}")
-    floor, common = entry.number("floor", 0.0, 1.0), entry.number("common", 0.0, 1.0)
+    floor = entry.number("floor", 0.0, 1.0)
     octaves_by = {one: reach.number(one, min(REACHES), max(REACHES)) for one in others}
-    spread = Spread(name, knots, centres, sizes, octaves_by, floor, common)
+    spread = Spread(name, knots, centres, sizes, common, octaves_by, floor)
     if math.prod(spread.nodes) > MOST_NODES:
         entry.fail("knots", f"{len(knots)} values", f"at most {MOST_NODES} independent errors, found {spread.nodes}")
     return spread

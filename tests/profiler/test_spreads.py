@@ -24,7 +24,8 @@ KNOTS = np.array([1.0, 2, 4, 8, 16, 32, 64, 128, 256, 512])
 
 def spread(sizes: tuple[float, ...] = (0.0, 0.02, 0.05, 0.1, 0.16, 0.2, 0.25, 0.3), **changes: object) -> Spread:
     rows = np.array([sizes, np.array(sizes) * 0.1])
-    return Spread("decode batch sizes", KNOTS, np.array([2.0, 7.0]), rows, {"context": 2.0}, **changes)  # type: ignore[arg-type]
+    given = {"common": np.zeros(2), "reach": {"context": 2.0}, **changes}
+    return Spread("decode batch sizes", KNOTS, np.array([2.0, 7.0]), rows, **given)  # type: ignore[arg-type]
 
 
 def held_out_table(errors: np.ndarray, rows: np.ndarray, depths: np.ndarray) -> pd.DataFrame:
@@ -72,6 +73,35 @@ def test_neighbouring_gaps_are_independent_and_contexts_alike_as_far_as_the_reac
     assert abs(far) < 0.15
 
 
+def test_what_a_structure_has_in_common_is_drawn_in_its_region_alone() -> None:
+    """Contexts far apart: alike where a region says that its batch sizes are off as a whole, independent elsewhere."""
+    drawn = [ErrorField([spread(common=np.array([0.8, 0.0]))], seed) for seed in range(500)]
+    off = np.log(np.array([field.factors([5.7, 180], [255, 16383]) for field in drawn]))
+    here, there = (np.corrcoef(off[:, place, 0], off[:, place, 1])[0, 1] for place in (0, 1))
+    assert here > 0.5
+    assert abs(there) < 0.15
+
+
+def test_a_structure_counts_by_how_alike_its_errors_are() -> None:
+    """Twelve row counts of sixteen depths, smaller errors above 64 rows. Where each shape errs by itself, regions are
+    fine enough to tell the two apart; where a whole row count errs alike it counts once and all is one region of
+    neighbours, with its share found."""
+    random = np.random.default_rng(1)
+    rows, depths = 2.0 ** np.arange(1, 13), 2.0 ** np.arange(6, 14, 0.5)
+    size = np.where(rows > 64, 0.01, 0.1)[:, None]
+    single = size * random.normal(size=(len(rows), len(depths)))
+    whole = size * random.normal(size=(len(rows), 1)) * np.ones(len(depths))
+
+    def found(errors: np.ndarray) -> Spread:
+        return measured_spreads({"gemm rows": held_out_table(errors, rows, depths)}, profile_of(rows))["gemm rows"]  # type: ignore[arg-type]
+
+    p90 = LEVELS.index(0.9)
+    own, alike = found(single), found(whole)
+    assert own.sizes[0, p90] > 5 * own.sizes[-1, p90]
+    assert alike.sizes[0, p90] < 2 * alike.sizes[-1, p90]
+    assert own.common.max() < 0.2 < 0.9 < alike.common.min()
+
+
 def test_what_held_out_errors_show_is_found_again() -> None:
     """Rows independent, sizes ten times larger above 64 rows, alike over some two octaves of depth."""
     random = np.random.default_rng(0)
@@ -97,6 +127,8 @@ def test_a_spread_is_read_back_and_a_false_one_refused(tmp_path: Path) -> None:
         {"floor": 2.0},
         {"reach": {"n": 1.0}},
         {"sizes": whole["spreads"][0]["knots"]},
+        {"common": whole["spreads"][0]["sizes"]},
+        {"common": 0.5},
     ):
         entry = {**whole["spreads"][0], **change}
         (tmp_path / "m.json").write_text(json.dumps({**whole, "spreads": [entry]}))
