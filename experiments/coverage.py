@@ -131,13 +131,13 @@ def measure_coverage(
         profile = profile.only(tensor_parallel=degree)
     hardware = load_hardware(gpu)
     spec = load_model_spec(model or str(profile.table["model"].iloc[0]))
-    tables = held_out(profile, hardware, iterations=False)
 
     def summary(cost: FittedModel, trace: Trace) -> dict[str, Any]:
         return replay(trace, cost=cost, model=spec.name, gpu=hardware.name, tp=degree, **options).summary
 
     whole = compose(fit_device(profile, hardware), spec, hardware, tp=degree)
     truth = {workload: summary(whole, trace) for workload, trace in workloads.items()}
+    tables = held_out(profile, hardware, iterations=False)
     found = []
     for axis, half, part in left_out_halves(profile):
         cost = compose(fit_device(part, hardware), spec, hardware, tp=degree)

@@ -24,6 +24,7 @@ PUBLIC = {
     "h200": ("aiconfigurator", "aiconfigurator/h200_sxm"),
 }
 """The measurements of the fits that ship, and who imports them."""
+LEAST_RUNS = 2
 TRACES = (
     Path("../shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"),
     Path("../shared/data/traces/azure2023/AzureLLMInferenceTrace_code.csv"),
@@ -59,6 +60,13 @@ def coverage(
     from experiments.coverage import by_axis, by_statistic, measure_coverage, share_held
     from workloads import read_trace
 
+    # Before minutes of fitting: a replay would say some of this only then.
+    if runs < LEAST_RUNS:
+        raise ExperimentError(f"--runs: found {runs}, expected at least {LEAST_RUNS} draws for an interval")
+    if limit < 1:
+        raise ExperimentError(f"--limit: found {limit}, expected at least 1 request of each trace")
+    if not 0 < rate_scale < float("inf"):
+        raise ExperimentError(f"--rate-scale: found {rate_scale}, expected a number above 0")
     workloads = {path.stem: read_trace(path).head(limit) for path in trace or TRACES}
     reports = {}
     for name in profile or ["rtx4090", "rtxpro6000"]:

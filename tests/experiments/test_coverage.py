@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from experiments.__main__ import build
 from experiments.coverage import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
+from experiments.coverage_command import PROFILES, PUBLIC
+from experiments.errors import ExperimentError
 from profiler.profile import Profile, make_profile
+
+CARD = PROFILES / PUBLIC["rtx4090"][1]
 
 
 def gemms_and_decodes() -> Profile:
@@ -68,3 +77,39 @@ def test_everything_at_once_leaves_out_what_each_axis_does() -> None:
         fewest = min(count for _, one, count in kept if one == half)
         assert (EVERYTHING, half, fewest) in kept
         assert sum(count == fewest for _, one, count in kept if one == half) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [("--runs", "1"), ("--limit", "-3"), ("--rate-scale", "nan"), ("--profile", "no-such-card")]
+)
+def test_an_option_that_makes_no_sense_is_refused_before_anything_is_fitted(option: tuple[str, str]) -> None:
+    done = CliRunner().invoke(build(), ["coverage", "--trace", "examples/trace.csv", *option])
+    assert isinstance(done.exception, ExperimentError)
+    for text in option:
+        assert text in str(done.exception)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CARD.exists(), reason="profiles are not at ../shared/data/profiles")
+def test_the_command_says_of_every_axis_and_half_what_held() -> None:
+    options = [
+        "coverage",
+        "--profile",
+        str(CARD),
+        "--trace",
+        "examples/trace.csv",
+        "--limit",
+        "6",
+        "--runs",
+        "3",
+        "--json",
+    ]
+    done = CliRunner().invoke(build(), options)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)[str(CARD)]
+    halves = {(row["axis"], row["half"]) for row in rows}
+    assert halves == {(a, h) for a in ("rows", "tokens", "prefix", "decodes", "context", EVERYTHING) for h in (0, 1)}
+    assert len(rows) == 9 * len(halves)
+    assert all(row["inside"] == (row["low"] <= row["truth"] <= row["high"]) for row in rows)
+    assert {row["workload"] for row in rows} == {Path("examples/trace.csv").stem}
+    assert sum(row["high"] > row["low"] for row in rows) > len(rows) / 2
