@@ -13,6 +13,7 @@ import typer
 from experiments.errors import ExperimentError
 from experiments.sweep_command import EngineOption, RayAddressOption, WorkersOption
 from policies.output_file import check_place
+from policies.registry import knobs_of, policy_class
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,6 +169,12 @@ def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
     """What all settings share and no label says: policy, model and GPUs of a replica."""
     values = {"policy": "chunked", **base, **{name: values[0] for name, values in axes.items()}}
     names = [name for name in ("policy", "chunk_size", "model", "gpu", "tp", "pp") if len(axes.get(name, ())) < 2]
+    policies = [str(name) for name in axes.get("policy", [values["policy"]])]
+    chunked = [name for name in policies if "chunk_size" in knobs_of(policy_class(name))]
+    if not chunked:
+        values["chunk_size"] = None
+    elif len(chunked) < len(policies) and values.get("chunk_size") is not None:
+        values["chunk_size"] = f"{values['chunk_size']} for {' and '.join(chunked)} alone"
     return ", ".join(f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) is not None)
 
 

@@ -124,6 +124,9 @@ class Scheduler(Roster):
         self._only_now = draft.only_now
         if not draft.parts:
             return None
+        if isinstance(draft.budget_left, float):
+            name = type(policy).__name__
+            raise PolicyError(f"policy {name}: asked for a part of a token; counts are whole: use // or int()")
         batch = draft._finish(self._batches)
         if self._stopped:
             # Whoever holds something for a victim hears of it with the next batch, whichever plan stopped it.

@@ -304,3 +304,11 @@ def test_what_no_label_says_is_said_once_above_the_settings() -> None:
     assert _held({"policy": ["orca"], "gpu": ["a100"]}, {"model": "m", "gpu": "h100", "tp": 2}) == (
         "policy orca, model m, gpu a100, tp 2"
     )
+
+
+def test_a_chunk_size_is_said_of_the_policies_that_have_one() -> None:
+    base = {"model": "m", "tp": 1}
+    assert _held({"policy": ["chunked", "vllm_v1"], "chunk_size": [512]}, base) == "chunk size 512 for chunked alone, model m, tp 1"
+    assert _held({"policy": ["chunked", "decode_maximal"], "chunk_size": [512]}, base) == "chunk size 512, model m, tp 1"
+    assert _held({"policy": ["vllm_v1"], "chunk_size": [512]}, base) == "policy vllm_v1, model m, tp 1"
+    assert _held({"policy": ["chunked", "vllm_v1"]}, base) == "model m, tp 1"

@@ -163,3 +163,17 @@ def test_a_policy_file_without_a_class_is_told_how_to_name_one(
     (tmp_path / "mine.py").write_text(POLICY)
     refused = assert_refused(run("simulator", "replay", trace, "--policy", "mine.py"))
     assert "found the file mine.py, expected one of its classes, as mine.py:ClassName" in refused
+
+
+@pytest.mark.parametrize("ask", ["chunk(track, 5 / 2)", "admit(track, 5 / 2)"])
+def test_a_part_of_a_token_is_refused(ask: str, trace: Path, tmp_path: Path) -> None:
+    started = "queues.partial" if ask.startswith("chunk") else "queues.waiting"
+    plan = f"""        draft.decode_all()
+        for track in list({started}):
+            draft.{ask}
+        if queues.waiting:
+            draft.admit(queues.waiting[0], 3)
+"""
+    (tmp_path / "mine.py").write_text(POLICY.replace('        return {}["now"]\n', plan))
+    refused = assert_refused(run("simulator", "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine"))
+    assert "policy Mine: asked for a part of a token; counts are whole: use // or int()" in refused
