@@ -66,10 +66,7 @@ def _page(
     window: Slice | None,
 ) -> str:
     data: dict[str, Any] = {"plots": run_plots(runs) if runs else []}
-    data["tables"] = [
-        {"title": table.title, "axes": list(table.axes), "rows": [dict(row) for row in table.rows], "note": table.note}
-        for table in tables
-    ]
+    data["tables"] = [table.for_script() for table in tables]
     data["runs"] = [
         {"label": label, "timeline": timeline_of(run, window), "requests": inspected_requests(run)}
         for label, run in runs.items()

@@ -1,6 +1,7 @@
 """Rows to explore: whole tables in the page itself, so that they can be read, copied and printed without JavaScript.
 
-The script puts the choice of axes and the plot of a table above it.
+The script puts the choice of axes and the plot of a table above it. A table of very many rows stands there in part, with
+a word of it: the plot draws all of them, from columns whose names are written once and whose numbers keep seven digits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from html import escape
 from typing import Any
 
 from metrics.run_folder import json_ready
+
+MOST_ROWS = 1_000
+"""Of a table that people read; a search for one row among more is made in the file that holds them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,15 @@ class RowTable:
         return list(dict.fromkeys(key for row in self.rows for key, value in row.items() if value is not None))
 
 
+    def for_script(self) -> dict[str, Any]:
+        """What the script draws from: every row, column by column."""
+        columns = {name: [_seven_digits(json_ready(row.get(name))) for row in self.rows] for name in self.columns}
+        return {
+            "title": self.title, "axes": list(self.axes), "note": self.note, "length": len(self.rows),
+            "columns": columns,
+        }  # fmt: skip
+
+
 def tables_section(tables: Sequence[RowTable]) -> str:
     """All tables, each after its title and with a place for its plot."""
     return f'<div id="table-area">{"".join(_table(table, number) for number, table in enumerate(tables))}</div>'
@@ -37,9 +50,12 @@ def tables_section(tables: Sequence[RowTable]) -> str:
 def _table(table: RowTable, number: int) -> str:
     columns = table.columns
     head = "".join(_heading(name, [row.get(name) for row in table.rows]) for name in columns)
-    body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in columns)}</tr>" for row in table.rows)
+    shown = table.rows[:MOST_ROWS]
+    body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in columns)}</tr>" for row in shown)
     title = escape(table.title)
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
+    if len(shown) < len(table.rows):
+        note += f"<p>The first {len(shown):,} of {len(table.rows):,} rows; the plot is of all of them.</p>"
     return (
         f'<h3>{title}</h3><div id="table-plot-{number}"></div>{note}'
         f'<div class="scroll tall" tabindex="0" role="region" aria-label="{title}"><table>'
@@ -60,6 +76,10 @@ def _cell(value: Any) -> str:
     if value is None:
         return "<td>-</td>"
     return f'<td class="text">{escape(value if isinstance(value, str) else json.dumps(value))}</td>'
+
+
+def _seven_digits(value: Any) -> Any:
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _shown(value: float) -> str:

@@ -123,7 +123,8 @@ def test_nothing_to_show_is_an_error_and_rows_alone_are_enough(tmp_path: Path) -
         write_report(tmp_path / "report.html", question="?")
     table = RowTable("points", [{"x": 1, "y": 2.0}, {"x": 2, "y": None}], ["x"])
     page = write_report(tmp_path / "report.html", question="What?", tables=[table], notes=["made <here>"])
-    assert data_of(page)["tables"][0]["rows"][1] == {"x": 2, "y": None}
+    (data,) = data_of(page)["tables"]
+    assert (data["length"], data["columns"]) == (2, {"x": [1, 2], "y": [2.0, None]})
     assert "made &lt;here&gt;" in page.read_text(encoding="utf-8")
 
 
@@ -136,6 +137,19 @@ def test_the_page_holds_its_tables_without_a_script(tmp_path: Path) -> None:
     assert cells[:4] == ["chunk size", "note", "tbt s p99", "ok"]
     assert cells[4:] == ["1,234", "&lt;b&gt;", "0.01235", "-", "5", "-", "-", "true"]
     assert "what they are" in before_scripts
+
+
+def test_a_table_of_very_many_rows_is_shown_in_part_and_drawn_whole(tmp_path: Path) -> None:
+    """1,500 rows of 40 columns: the page says how many it shows; each name and each number of the rest stands there once."""
+    names = [f"a_statistic_with_a_long_name_{number}" for number in range(40)]
+    rows = [{name: row + 1 / 3 for name in names} for row in range(1500)]
+    page = write_report(tmp_path / "report.html", question="?", tables=[RowTable("points", rows, [names[0]])])
+    before, _, _ = page.read_text(encoding="utf-8").partition("<script")
+    assert before.count("<tr>") == 1 + 1000
+    assert "The first 1,000 of 1,500 rows; the plot is of all of them." in before
+    (data,) = data_of(page)["tables"]
+    assert data["columns"][names[3]][1499] == 1499.333
+    assert len(json.dumps(data)) < 1500 * 40 * 12
 
 
 def test_best_is_said_only_among_runs_that_can_be_compared(trace: Trace, tmp_path: Path) -> None:

@@ -89,7 +89,14 @@ function select(label, options, chosen, changed) {
   return [element("label", {}, label, made), made];
 }
 
+// Columns come with their names written once; rows are made of them here.
+function rowsOf(table) {
+  const columns = Object.entries(table.columns);
+  return Array.from({ length: table.length }, (_, at) => Object.fromEntries(columns.map(([name, values]) => [name, values[at]])));
+}
+
 function exploreTable(table, number) {
+  table.rows = rowsOf(table);
   const area = document.getElementById("table-plot-" + number);
   const numbers = numeric(table);
   if (!numbers.length) return;
