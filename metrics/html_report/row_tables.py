@@ -1,7 +1,8 @@
 """Rows to explore: whole tables in the page itself, so that they can be read, copied and printed without JavaScript.
 
-The script puts the choice of axes and the plot of a table above it. A table of very many rows stands there in part, with
-a word of it: the plot draws all of them, from columns whose names are written once and whose numbers keep seven digits.
+The script puts the choice of axes and the plot of a table above it. A table of very many rows stands there in part,
+with a word of it: the plot draws all of them, from columns whose names are written once and whose numbers keep seven
+digits.
 """
 
 from __future__ import annotations
