@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from metrics.columns import MetricsError
+from policies.drawn_text import drawable
 from policies.output_file import whole_file
 
 if TYPE_CHECKING:
@@ -139,11 +140,15 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def shown_name(name: str, letters: int = 0) -> str:
-    """A name as matplotlib draws it unchanged: no formula between two $, no first _ that would keep it out of a legend.
+    """A name as matplotlib draws it unchanged: no formula between two $, no first _ that would keep it out of a legend,
+    no letter that the fonts lack (matplotlibrc's `font.family` may list more than one).
 
     letters: where lines are broken, 0 for nowhere.
     """
-    lines = textwrap.wrap(name, letters) if letters else [name]
+    from matplotlib import font_manager, rcParams
+
+    text = drawable(name, font_manager, rcParams["font.family"])
+    lines = textwrap.wrap(text, letters) if letters else [text]
     text = "\n".join(lines).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from policies.drawn_text import drawable
 from policies.output_file import whole_file
 from policies.request import NS_PER_S
 from workloads.description import describe
@@ -18,6 +19,7 @@ _MOST_POINTS = 20_000
 
 def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Writes the figure (its ending says the format: .png, .pdf, .svg). Raises TraceError where that is impossible."""
+    from matplotlib import font_manager, rcParams
     from matplotlib.figure import Figure
 
     path = Path(path)
@@ -48,7 +50,8 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     ratio = numbers["pd_ratio"]
     count = f"{len(trace):,} request{'' if len(trace) == 1 else 's'}"
-    figure.suptitle(f"{trace.name}: {count} in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
+    name = drawable(trace.name, font_manager, rcParams["font.family"]).replace("$", r"\$")
+    figure.suptitle(f"{name}: {count} in {numbers['span_s']:,.0f} s, P:D {ratio:.1f}")
     with whole_file(path, TraceError) as scratch:
         try:
             figure.savefig(scratch, dpi=150)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 
 from metrics import Recorder, RunTables
-from metrics.figure_style import POLICY_STYLES, styles_for
+from metrics.figure_style import POLICY_STYLES, shown_name, styles_for
 from metrics.figures import batch_composition, draw_all, load_over_time, tbt_cdf, ttft_cdf
 from policies.batch import BatchShape
 from tests.metrics.sample_runs import three_requests
@@ -113,6 +114,17 @@ def test_any_name_of_a_run_stands_in_the_legend_and_inside_the_figure(name) -> N
         for text in texts:
             box = text.get_window_extent()
             assert not text.get_text() or (box.x0 >= 0 and box.x1 <= width)
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_no_font_has_stand_there_as_escapes_and_names_stay_apart(tmp_path) -> None:
+    """DejaVu Sans, which matplotlib brings, has Turkish and Greek and no Chinese."""
+    names = {"政策": r"\u653f\u7b56", "🚀 a": r"\U0001f680 a", "ürün µ": "ürün µ", "a$b$": r"a\$b\$"}
+    runs = {name: three_requests() for name in names}
+    with rc_context({"font.family": ["DejaVu Sans", "No Such Font"]}):
+        assert [shown_name(name) for name in runs] == list(names.values())
+    draw_all(runs, tmp_path)
+    assert len({shown_name(name) for name in runs}) == len(runs)
 
 
 def test_a_pipeline_gets_its_bubbles_among_the_figures_of_a_run(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,9 @@ def test_labels_stand_at_whole_powers_of_ten_and_at_two_of_them_at_least(
         inside = [at for at in axis.get_majorticklocs() if 0.999 * low <= at <= 1.001 * high]
         assert len(inside) >= 2
         assert not any(label.get_text() for label in axis.get_minorticklabels())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_name_that_the_font_cannot_show_or_that_looks_like_a_formula_is_drawn_all_the_same(tmp_path: Path) -> None:
+    trace = replace(generate(requests=20, arrivals="poisson:2", prompt="fixed:8", output="fixed:2"), name="政策 🚀 $x_")
+    assert draw(trace, tmp_path / "picture.png").stat().st_size > 1000
