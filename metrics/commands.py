@@ -170,10 +170,13 @@ def timeline(
 ) -> None:
     """Write a timeline for Perfetto (ui.perfetto.dev): stages, bubbles by cause, queue and KV blocks."""
     from metrics.run_folder import read_run
-    from metrics.timeline import EVERYTHING, parse_window, write_timeline
+    from metrics.timeline import EVERYTHING, empty_window, parse_window, write_timeline
 
     shown = parse_window(window) if window else EVERYTHING
-    print(write_timeline(out or run / "timeline.json", read_run(run), window=shown, request=request))
+    tables = read_run(run)
+    if note := empty_window(shown, tables.summary):
+        print(f"note: {note}", file=sys.stderr)
+    print(write_timeline(out or run / "timeline.json", tables, window=shown, request=request))
 
 
 def _labelled(runs: list[Path]) -> dict[str, Path]:

@@ -52,6 +52,14 @@ def parse_window(text: str) -> Window:
     return Window(round(start_s * 1e9), EVERYTHING.end if end_s >= LATEST_S else round(end_s * 1e9))
 
 
+def empty_window(window: Window, summary: Mapping[str, Any]) -> str | None:
+    """A sentence where nothing of a run lies in the window because it had ended by then."""
+    end_s = summary.get("window_end_s")
+    if end_s is None or window.start < end_s * 1e9:
+        return None
+    return f"timeline: nothing ran from {window.start / 1e9:g} s on: the run ended at {end_s:.1f} s"
+
+
 def write_timeline(
     path: str | Path,
     run: RunTables,

@@ -81,9 +81,12 @@ def replay_command(
     window = _timeline_window(timeline, follow)
     done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
     if window is not None and out is not None:
-        from metrics.timeline import write_timeline
+        from metrics.timeline import empty_window, write_timeline
 
-        write_timeline(out / "timeline.json", next(iter(done.values())).tables, window=window, request=follow)
+        run = next(iter(done.values()))
+        if not as_json and (note := empty_window(window, run.summary)):
+            print(f"note: {note}", file=sys.stderr)
+        write_timeline(out / "timeline.json", run.tables, window=window, request=follow)
     write_html(report, done)
     print_runs(done, out, figures, as_json)
 

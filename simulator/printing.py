@@ -152,6 +152,8 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         reasons = _reasons(run)
         if reasons:
             say(f"{run.config['policy']}: {reasons}")
+        if run.summary["requests"] and not run.summary["measured"]:
+            say(f"{run.config['policy']}: nothing was measured: all {run.summary['requests']:,} requests are warm-up")
         if run.summary["overloaded"]:
             words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
             say(f"{run.config['policy']}: {words}")

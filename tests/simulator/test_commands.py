@@ -245,6 +245,16 @@ def test_listed_rules_and_knobs_keep_their_indent_over_lines(monkeypatch):
     assert any(line.startswith('    --classes ""  targets per SLO class') for line in lines)
 
 
+def test_a_warm_up_of_all_requests_and_a_timeline_after_the_end_say_so(trace, tmp_path):
+    flags = ("replay", trace, "--cost-model", "roofline")
+    assert "chunked: nothing was measured: all 3 requests are warm-up" in run_command("simulator", *flags, "--warmup", "3").out
+    assert "nothing was measured" not in run_command("simulator", *flags, "--warmup", "2").out
+    ended = run_command("simulator", *flags, "--timeline", "500:600", "--out", tmp_path / "run")
+    assert ended.err == "note: timeline: nothing ran from 500 s on: the run ended at 1.5 s\n"
+    assert run_command("metrics", "timeline", tmp_path / "run", "--window", "500:").err == ended.err
+    assert run_command("metrics", "timeline", tmp_path / "run", "--window", "1:600").err == ""
+
+
 def test_settings_and_runs_given_as_a_trace_are_told_where_they_belong(trace, tmp_path):
     assert run_command("simulator", "replay", trace, "--cost-model", "roofline", "--out", tmp_path / "all/run").code == 0
     (tmp_path / "sweep.toml").write_text("[trace]\nrequests = 3\n")
