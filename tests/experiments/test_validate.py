@@ -21,7 +21,7 @@ from experiments.measured_times import Fed, at_moments
 from experiments.validate import Validation
 from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
 from experiments.validate_explore import write_explorable
-from experiments.validate_report import gauge_in_short, write_report
+from experiments.validate_report import aims_in_short, gauge_in_short, write_report
 from experiments.validate_settings import Settings
 from policies import Policy
 from workloads import Trace, write_trace
@@ -214,3 +214,13 @@ def test_a_report_says_how_many_live_runs_had_a_gauge() -> None:
     gauged = {"a": (1.2, 1.1), "b": (1.0, 1.0)}
     assert "during the live runs" in gauge_in_short(gauged, 2)[0]
     assert "during 2 of 5 live runs" in gauge_in_short(gauged, 5)[0]
+
+
+def test_a_spread_that_holds_any_prediction_is_no_success() -> None:
+    calm = [row("a", 1.05, (0.95, 1.0, 1.05))] * 3
+    wild = [row("a", 1.05, (0.4, 1.0, 1.6))] * 3
+    counted = "Aims: 0 of 3 statistics within the aim, 3 more within the live repeats' own spread, 0 outside."
+    assert aims_in_short(calm) == counted
+    assert aims_in_short(wild).startswith(counted + " But the repeats differ by 120% in the middle of these statistics")
+    assert "But" not in aims_in_short([row("a", 1.01, (0.4, 1.0, 1.6))])  # within the aim itself
+    assert aims_in_short([]).startswith("Aims: 0 of 0")
