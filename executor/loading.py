@@ -181,6 +181,21 @@ def load_model(
     backend = make_attention(
         attention, spec, where, pool_dtype, set_of_kernels.activation_dtype, block_size=block_size
     )
+    if source.kind == "spec":
+        _refuse_too_large(spec, weight_dtype, where)
     weights = source.weights(seed, weight_dtype, where)
     model = Model(spec, weights, set_of_kernels, backend, longest, trim_last_layer=trim_last_layer)
     return Loaded(model, source, where, weight_dtype, pool_dtype, seed, longest, graphs)
+
+
+def _refuse_too_large(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """ExecutorError for random weights that the free memory cannot hold: minutes later they would end the process."""
+    from executor.device_memory import free_memory_bytes
+
+    needed, free = spec.params * dtype.itemsize, free_memory_bytes(device)
+    if needed > free:
+        gib = 1 << 30
+        raise ExecutorError(
+            f"{spec.name}: {needed / gib:,.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, but "
+            f"{free / gib:,.1f} GiB are free on {device}; take a smaller model (nano, tiny), or a smaller --dtype"
+        )

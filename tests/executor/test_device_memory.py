@@ -135,3 +135,12 @@ def test_the_largest_batch_is_measured_on_this_gpu() -> None:
     use = measure_use(loaded, most_rows=2048, most_sampled=256)
     assert 0 < use.peak_activations < use.total
     assert use.taken >= loaded.model.weight_bytes
+
+
+def test_random_weights_that_cannot_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3.1-8B has 8,030,261,248 parameters: 29.9 GiB in four bytes each, 15.0 in two."""
+    monkeypatch.setattr("executor.device_memory.free_memory_bytes", lambda device: 10 * GIB)
+    monkeypatch.setattr("executor.loading.random_weights", lambda *asked: pytest.fail("they were made"))
+    for dtype, size in (("auto", "29.9 GiB of weights in float32"), ("bfloat16", "15.0 GiB of weights in bfloat16")):
+        with pytest.raises(ExecutorError, match=rf"llama-3.1-8b: {size}, but 10.0 GiB are free on cpu; take a smaller"):
+            load_model("llama-3.1-8b", device="cpu", dtype=dtype, max_tokens=64)
