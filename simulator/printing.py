@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -192,13 +193,20 @@ def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
 
 
 def _reasons(run: Run) -> str:
-    """Requests that did not finish, by reason, most frequent first."""
+    """Requests that did not finish, by reason, most frequent first; reasons that differ in numbers alone are one."""
     from collections import Counter
 
     status, reason = run.tables.column("requests", "status"), run.tables.column("requests", "reason")
-    counts = Counter((str(s), str(r)) for s, r in zip(status, reason) if s != "finished")
+    alike: dict[tuple[str, str], Counter[str]] = {}
+    for s, r in zip(status, reason):
+        if s != "finished":
+            alike.setdefault((str(s), re.sub(r"[\d.,]*\d", "#", str(r))), Counter())[str(r)] += 1
+    counts = Counter({key: reasons.total() for key, reasons in alike.items()})
     first = counts.most_common(3)
-    told = [f"{count} {status} ({reason})" for (status, reason), count in first]
+    told = []
+    for key, count in first:
+        (example, _), *others = alike[key].most_common()
+        told.append(f"{count} {key[0]} ({'such as: ' * bool(others)}{example})")
     if len(counts) > len(first):
         told.append(f"{counts.total() - sum(count for _, count in first)} more")
     return "; ".join(told)

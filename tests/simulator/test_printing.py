@@ -31,11 +31,17 @@ def test_calibrated_costs_say_how_much_of_a_run_they_were_measured_for():
 
 
 def test_reasons_that_are_not_told_are_counted():
-    reasons = [f"{number} tokens" for number in (1, 1, 2, 2, 3, 4, 5)]
+    reasons = [f"{letter} tokens" for letter in "aabbcde"]
     assert _reasons(_run(reasons=reasons)) == (
-        "2 rejected (1 tokens); 2 rejected (2 tokens); 1 rejected (3 tokens); 2 more"
+        "2 rejected (a tokens); 2 rejected (b tokens); 1 rejected (c tokens); 2 more"
     )
     assert _reasons(_run()) == ""
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one():
+    reasons = [f"{tokens} tokens, more than 1,000" for tokens in ("1,594", 1301, 4353, 1301)] + ["gone"]
+    assert _reasons(_run(reasons=reasons)) == "4 rejected (such as: 1301 tokens, more than 1,000); 1 rejected (gone)"
+    assert _reasons(_run(reasons=["3 tokens"] * 2)) == "2 rejected (3 tokens)"
 
 
 @pytest.mark.parametrize(
