@@ -316,7 +316,7 @@ def _decode_law(entry: Entry) -> DecodeLaw:
 def _coefficients(values: Entry, names: Mapping[str, Any]) -> dict[str, Any]:
     floats = [name for name, value in names.items() if isinstance(value, float)]
     return {
-        name: values.number(name, 1.0 if name == "join" else 0.0, 1e9)
+        name: values.number(name, 1.0 if name in ("join", "streams") else 0.0, 1e9)
         for name in floats
         if name in values.values or name not in _ADDED
     }

@@ -379,6 +379,13 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         read_model(path)
 
 
+def test_decodes_of_no_kv_head_are_refused(tmp_path: Path) -> None:
+    """Times per stream would be divided by 0, and NaN would come out of a file that looks whole."""
+    path = spoil(tmp_path, lambda document: document["attention"][0]["decode_law"].update(streams=0))
+    with pytest.raises(ProfileError, match=r"decode_law.streams: found '0', expected a number from 1 to"):
+        read_model(path)
+
+
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(ProfileError, match="found dtype float8, expected bfloat16"):
         compose(shipped(), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"), dtype="fp8")
