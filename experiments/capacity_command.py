@@ -105,7 +105,7 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
-        say_notes_of_search(workload, {**base, "replicas": 2}, quiet=as_json)
+        say_notes_of_search(workload, {**base, "slo": slo, "replicas": 2}, quiet=as_json)
         _smallest(workload, axes, base, objective, chosen, prices, as_json, report)
         return
     draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
@@ -114,7 +114,7 @@ def capacity(
     from experiments.progress import Progress
 
     plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
-    say_notes_of_search(workload, base, plan=plan, quiet=as_json)
+    say_notes_of_search(workload, {**base, "slo": slo}, plan=plan, quiet=as_json)
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes, base, plan, objective, count=draws, tolerance=TOLERANCE if tolerance is None else tolerance,

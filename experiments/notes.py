@@ -26,6 +26,7 @@ _MOST_COMBINATIONS = 200
 
 def notes_of(trace: Trace, settings: Iterable[Mapping[str, Any]]) -> list[str]:
     """Notes of a trace, and of settings (fields of a replay, others left aside) that change nothing with it."""
+    from metrics.slo import doubtful_bounds
     from simulator import ReplayConfig
     from simulator.notes import settings_without_effect
 
@@ -35,6 +36,7 @@ def notes_of(trace: Trace, settings: Iterable[Mapping[str, Any]]) -> list[str]:
         with suppress(InputError):
             config = ReplayConfig.from_dict({name: each[name] for name in _LOOKED_AT if name in each})
             notes += settings_without_effect(config, trace)
+            notes += doubtful_bounds(str(each["slo"])) if each.get("slo") else []
     return list(dict.fromkeys(notes))
 
 

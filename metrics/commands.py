@@ -209,12 +209,14 @@ def report(
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
     from metrics.run_folder import read_run
-    from metrics.slo import parse_objectives
+    from metrics.slo import doubtful_bounds, parse_objectives
     from metrics.summary import summarise
 
     tables = read_run(run)
     if tables.summary and not warmup and not slo:
         return tables.summary
+    for note in doubtful_bounds(slo) if slo else ():
+        print(f"note: {note}", file=sys.stderr)
     slo = slo or _own(tables, "slo")
     return summarise(tables, warmup=warmup or _own(tables, "warmup") or 0, slo=parse_objectives(slo) if slo else None)
 

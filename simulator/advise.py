@@ -23,6 +23,8 @@ from workloads import Trace
 
 START_CHUNK = 256
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 8192
+VLLM_MAX_NUM_SEQS = 256
+"""Requests that vLLM runs at once if nobody says otherwise (0.19: 1,024 on GPUs with 70 GiB and more)."""
 FEW = 100
 """Requests below which a P99 is no percentile but the longest of them."""
 DEFAULT_SLO = "ttft_p99=2,tbt_p99=0.2"
@@ -119,13 +121,15 @@ def advise(
     vllm = _walk(lambda budget: attempt("vllm_v1", token_budget=budget), max(size, START_CHUNK))
     best = max([chunked, *others, vllm], key=lambda candidate: candidate.score)
     reasons = _reasons(trace if base.limit is None else trace.head(base.limit), best, tried, slo)
-    running = best.summary["running_max"] or 1
-    flags = {
+    flags: dict[str, int | float] = {
         "max_num_batched_tokens": vllm.token_budget or size,
-        "max_num_seqs": max(8, 1 << (max(1, int(vllm.summary["running_max"] or running)) - 1).bit_length()),
         "long_prefill_token_threshold": 0,
         "gpu_memory_utilization": base.gpu_memory_utilization or 0.9,
     }
+    running = int(vllm.summary["running_max"] or best.summary["running_max"] or 1)
+    if running > VLLM_MAX_NUM_SEQS:
+        # A limit that a light piece of a trace never meets is no reason to lower the engine's own.
+        flags["max_num_seqs"] = 1 << (running - 1).bit_length()
     order = sorted(tried.values(), key=lambda candidate: candidate.score, reverse=True)
     chosen = replace(
         base, policy=best.policy, knobs={} if best.chunk_size is None else {"chunk_size": best.chunk_size},

@@ -32,6 +32,21 @@ def test_a_sweep_says_once_what_any_of_its_settings_gives_reason_to() -> None:
     assert notes_of_sweep(parse_sweep({**content, "base": {}, "space": {"router": ["session_affinity"]}})) == []
 
 
+def test_bounds_in_milliseconds_are_doubted_in_a_sweep_and_of_a_run_folder(tmp_path: Path) -> None:
+    content = {
+        "trace": {"requests": 5, "arrivals": "poisson:4", "prompt": "fixed:60", "output": "fixed:2"},
+        "base": {"slo": "tbt_p99=200"}, "space": {"seed": [0, 1]},
+    }  # fmt: skip
+    said = "SLO: tbt_p99=200 is 200 seconds; if milliseconds are meant, write tbt_p99=0.2"
+    assert notes_of_sweep(parse_sweep(content)) == [said]
+    trace = slow_trace(tmp_path)
+    made = run("simulator", "replay", str(trace), "--cost-model", "roofline", "--out", str(tmp_path / "run"))
+    assert made.code == 0, made.err
+    shown = run("metrics", "show", str(tmp_path / "run"), "--slo", "tbt_p99=200")
+    assert shown.code == 0
+    assert f"note: {said}" in shown.err
+
+
 def test_a_sweep_of_a_trace_that_cannot_be_read_leaves_that_to_its_points() -> None:
     content = {"trace": {"file": "nowhere.csv"}, "base": {}, "space": {"seed": [0, 1]}}
     assert notes_of_sweep(parse_sweep(content)) == []

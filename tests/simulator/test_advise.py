@@ -41,6 +41,9 @@ def test_the_reasons_speak_in_tokens_and_milliseconds(advice):
     assert " ms" in text
     assert advice.vllm_flags["max_num_batched_tokens"] == advice.vllm.token_budget
     assert json.dumps(advice.as_dict()["vllm_flags"])
+    # Far fewer ran than vLLM's own limit: no reason to lower it.
+    assert advice.vllm.summary["running_max"] < 256
+    assert "max_num_seqs" not in advice.vllm_flags
 
 
 def test_the_frontier_is_drawn(advice, tmp_path):
