@@ -13,7 +13,7 @@ from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kv_cache import KVCache
 from executor.model import Model
-from executor.weights import PICKLED, Weights, folder_weights, random_weights
+from executor.weights import PICKLED, Weights, check_executable, folder_weights, random_weights
 from profiler import load_model_spec
 from profiler.model_spec import ModelSpec
 
@@ -182,6 +182,8 @@ def load_model(
         attention, spec, where, pool_dtype, set_of_kernels.activation_dtype, block_size=block_size
     )
     if source.kind == "spec":
+        # What it cannot run at any size is told first.
+        check_executable(spec)
         _refuse_too_large(spec, weight_dtype, where)
     weights = source.weights(seed, weight_dtype, where)
     model = Model(spec, weights, set_of_kernels, backend, longest, trim_last_layer=trim_last_layer)

@@ -20,7 +20,7 @@ from workloads.delimited import DelimitedTable
 from workloads.fields import Field
 from workloads.json_lines import JsonTable
 from workloads.parquet import ParquetTable
-from workloads.source import MAX_BYTES, Source, open_source
+from workloads.source import MAX_BYTES, Source, open_source, refuse_settings
 from workloads.trace import Trace, TraceError
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def _read_file(
 ) -> tuple[Trace, NDArray[np.int64] | None]:
     """One file as a trace, and how long its answers took where it tells."""
     source = open_source(path, max_bytes)
+    refuse_settings(source)
     table = _table(source, trace_format)
     found = fields.find(table.names)
     kind = _kind(table, found, trace_format)

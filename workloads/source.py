@@ -57,16 +57,20 @@ def open_source(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> Sou
     text = _checked_text(content, shown)
     start = text[:_PROBE].lstrip()[:1]
     kind = {b"{": "jsonl", b"[": "json"}.get(start, "csv")
-    if kind == "jsonl" and text[:_PROBE].lstrip().partition(b"\n")[0].strip() == b"{":
-        raise TraceError(
-            f"{shown}: found one JSON object over several lines, expected one request per line; settings and a run's "
-            "config.json go to --config, the requests of a run are its requests.parquet"
-        )
-    if kind == "json" and shown.endswith(".toml"):
-        raise TraceError(f"{shown}: found a TOML file, expected a file of requests; settings go to --config")
     if len(text) > 2 * MAX_ROWS and (lines := text.count(b"\n")) > MAX_ROWS:
         raise TraceError(f"{shown}: found {lines:,} lines, expected at most {MAX_ROWS:,}; split the file")
     return Source(shown, text, kind)
+
+
+def refuse_settings(source: Source) -> None:
+    """TraceError for what is readable and no file of requests: a run's config.json, a TOML file."""
+    if source.kind == "jsonl" and source.content[:_PROBE].lstrip().partition(b"\n")[0].strip() == b"{":
+        raise TraceError(
+            f"{source.path}: found one JSON object over several lines, expected one request per line; settings and a "
+            "run's config.json go to --config, the requests of a run are its requests.parquet"
+        )
+    if source.kind == "json" and source.path.endswith(".toml"):
+        raise TraceError(f"{source.path}: found a TOML file, expected a file of requests; settings go to --config")
 
 
 def _read(path: Path, shown: str, max_bytes: int) -> bytes:
