@@ -89,6 +89,8 @@ def parse_pool(text: str) -> dict[str, Any]:
         key, equals, value = part.strip().partition("=")
         if not equals or not key or not value:
             raise SimulationError(f"--pool: found {shown(part.strip())}, expected key=value pairs separated by commas")
+        if key in ROLES:
+            raise SimulationError(f"--pool: found {shown(part.strip())}, expected role={key}, beside replicas=N")
         key = key.replace("-", "_")
         table[key] = value.split("+") if key == "layer_split" else value
     return table

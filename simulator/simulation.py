@@ -115,8 +115,22 @@ def simulate(
             "lengths that no machine has"
         ) from error
     if cluster.ended != total:
-        raise SimulationError(f"{total - cluster.ended} requests never ended: the policy left them waiting")
+        left = total - cluster.ended
+        raise SimulationError(f"{left} requests never ended: the policy left them waiting{_who(cluster)}")
     return cluster
+
+
+def _who(cluster: Cluster) -> str:
+    """One of those that a policy left, and how far it had come."""
+    for replica in cluster.replicas:
+        for track in replica.scheduler.tracks.values():
+            request = track.request
+            return (
+                f" (such as request {request.id}, {track.status} on replica {replica.number} under "
+                f"{type(replica.scheduler.policy).__name__}, with {min(track.context, request.prompt_tokens)} of "
+                f"{request.prompt_tokens} prompt tokens computed and {track.delivered} of {track.ends_after} answered)"
+            )
+    return ""
 
 
 def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from metrics import Recorder
 from simulator.config import ReplayConfig
-from simulator.pools import make_cluster_plan
+from simulator.errors import SimulationError
+from simulator.pools import make_cluster_plan, parse_pool
 from simulator.routers import router_names
 from simulator.simulation import replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -231,3 +232,33 @@ def test_among_unequal_pools_a_request_goes_where_it_can_run(router, leaps):
     assert {row["replica"] for row in rows[1:20:2]} == {3}
     if router in ("random", "round_robin"):
         assert {row["replica"] for row in rows[0:20:2]} & {0, 1, 2}
+
+
+IDLE = """
+from dataclasses import dataclass
+from policies.policy import Policy
+
+@dataclass(frozen=True)
+class Idle(Policy):
+    def plan(self, queues, draft, kv, host, now_ns):
+        if queues.waiting:
+            draft.admit(queues.waiting[0], 8)
+        for track in queues.partial:
+            draft.chunk(track, 8)
+"""
+
+
+def test_whom_a_policy_leaves_waiting_is_told_with_how_far_it_came(tmp_path):
+    """It computes prompts and never decodes."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    said = (
+        r"2 requests never ended: the policy left them waiting \(such as request 0, running on replica 0 under Idle, with "
+        r"20 of 20 prompt tokens computed and 1 of 4 answered\)"
+    )
+    with pytest.raises(SimulationError, match=said):
+        run(trace_of([(0, 20, 4), (0, 20, 4)]), ConstantCost(device_ns=MS), policy=f"{tmp_path / 'idle.py'}:Idle")
+
+
+def test_a_pool_named_by_its_role_is_told_how_to_say_so():
+    with pytest.raises(SimulationError, match="found 'prefill=1', expected role=prefill, beside replicas=N"):
+        parse_pool("prefill=1")
