@@ -33,6 +33,7 @@ def import_command(
     from profiler.importers import import_profile
     from profiler.profile import write_profile
 
+    _check_target(out, ".parquet", ".csv")
     options = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
     profile = import_profile(kind, path, **options)
     write_profile(profile, out)
@@ -54,7 +55,7 @@ def fit_command(
     from profiler.model_file import write_model
     from profiler.profile import read_profile
 
-    check_place(out, ProfileError)
+    _check_target(out, ".json")
     table = read_profile(profile)
     if (table.table["operator"] == "iteration").any():
         _fit_whole_iterations(table, out)
@@ -73,6 +74,13 @@ def fit_command(
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
     for name, error in fit.errors.items():
         print(f"  {name:32} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
+
+
+def _check_target(out: Path, *suffixes: str) -> None:
+    """ProfileError where `out` cannot be written, or not under this name: before the work and not after it."""
+    if out.suffix not in suffixes:
+        raise ProfileError(f"{out}: found suffix {out.suffix!r}, expected {' or '.join(suffixes)}")
+    check_place(out, ProfileError)
 
 
 def compare_command(
@@ -144,6 +152,7 @@ def refine_command(
     from profiler.model_file import read_model, write_model
     from profiler.refine import describe, read_step_log, refined
 
+    _check_target(out, ".json")
     fit = read_model(find_fitted(model_file) or model_file)
     log = read_step_log(run)
     cost = compose(fit, load_model_spec(model), load_hardware(fit.gpu), tp=tp)

@@ -21,11 +21,13 @@ from profiler.device_fit import DeviceFit, fit_device
 from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
 from profiler.fitted import FittedModel, find_fitted
+from profiler.gemm_law import curve_us
 from profiler.hardware import load_hardware
 from profiler.importers import import_profile
 from profiler.load import load_cost_model
 from profiler.model_config import load_model_spec
 from profiler.model_file import read_model, write_model
+from profiler.row_curves import RowCurve
 from profiler.shapes import ShapeColumns
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
@@ -417,3 +419,27 @@ def test_collectives_pay_the_latency_of_their_link_and_the_embedding_is_added_up
     assert one == pytest.approx(13_500, rel=0.05)
     halves = compose(shipped("rtx4090"), spec, hardware, tp=2, pp=2).breakdown(BatchShape(((1, 0),), 0, 0, 0, 0, 1))
     assert halves["all_reduce"] == pytest.approx(parts["all_reduce"], abs=2)
+
+
+def test_a_name_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    from tests.hardening.command_line import run
+
+    nowhere = tmp_path / "no-profile.parquet"
+    for command in (
+        ("import", "vidur", nowhere, "--out", tmp_path / "p"),
+        ("fit", nowhere, "--out", tmp_path / "m.npz"),
+        ("refine", "rtx4090", "--run", nowhere, "--out", tmp_path / "m"),
+    ):
+        refused = run("profiler", *command)
+        assert refused.code == 2
+        assert "found suffix" in refused.err
+
+
+@pytest.mark.parametrize(("measured", "wanted", "as_measured_at"), [([15, 20], 16, 15), ([15, 20], 17, 20), ([28, 36], 32, 28)])
+def test_rows_of_one_tensor_core_tile_cost_alike(measured: list[int], wanted: int, as_measured_at: int) -> None:
+    """16 rows fill one m16n8k16 tile as 15 do; 17 need a second one, as 20 do (RTX 4090: 929, 927 and 873 GB/s)."""
+    law = shipped().gemm_law
+    assert law is not None
+    curve = RowCurve.from_points("gemm", 28672, 4096, measured, [260.0, 275.0])
+    ratio = curve_us(law, curve, [as_measured_at])[0] / law.us(np.array([as_measured_at]), 28672, 4096)[0]
+    assert curve_us(law, curve, [wanted])[0] == pytest.approx(ratio * law.us(np.array([wanted]), 28672, 4096)[0])
