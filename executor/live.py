@@ -28,6 +28,7 @@ from executor.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.draft import UNLIMITED
 from policies.memory_counts import memory_counts
+from workloads.shared_prefixes import with_prefix_hashes
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def replay_live(
         trace = trace.head(config.limit)
     if not len(trace):
         raise ExecutorError(f"{trace.name}: found no requests, expected at least one")
+    trace = with_prefix_hashes(trace, config.block_size)
     set_threads(config.threads)
     policy = make_policy(config.policy, config.knobs)
     longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())

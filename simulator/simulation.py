@@ -17,9 +17,10 @@ from simulator.config import ReplayConfig
 from simulator.engine import Engine, make_engine
 from simulator.errors import SimulationError
 from simulator.independent import are_independent, only_arrivals_join, run_in_turn
-from simulator.notes import settings_without_effect
-from simulator.pools import ClusterPlan, make_cluster_plan
+from simulator.notes import notes_of_run
+from simulator.pools import ClusterPlan, looks_for_prefixes, make_cluster_plan
 from workloads import Trace
+from workloads.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -83,6 +84,9 @@ def simulate(
     plan: pools of replicas, or the engine that all replicas of its config share.
     """
     env = VirtualTime()
+    plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan)
+    if looks_for_prefixes(plan):
+        trace = with_prefix_hashes(trace, plan.config.block_size)
     total = len(trace)
     every = max(1, total // 200)
 
@@ -91,9 +95,7 @@ def simulate(
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
-    cluster = Cluster(
-        env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
-    )
+    cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
     arrivals = Arrivals(env, trace, cluster.give_up)
     if progress is None:
         cluster.on_end = arrivals.ended
@@ -151,5 +153,5 @@ def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorde
     tables.config = run_config(trace, plan, cluster.facts())
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
-    return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])
+    return Run(tables, tables.config, summary, notes_of_run(config, trace))
 
