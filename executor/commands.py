@@ -121,7 +121,7 @@ def replay_command(
     from executor.live import load_for, replay_live
 
     head = requests if settings.limit is None else requests.head(settings.limit)
-    longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
+    longest = settings.max_model_len or head.longest
     set_threads(settings.threads)
     with load_for(settings, longest) as loaded:
         stop_ids = () if settings.ignore_eos else _stop_ids(loaded)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from metrics import RunTables
     from profiler.cost_model import CostModel
 
+LONGEST_BY = "positions of the model"
 PACKAGES = ("charioteer", "torch", "numpy", "safetensors", "tokenizers", "pyarrow")
 
 
@@ -89,7 +90,7 @@ def replay_live(
     trace = with_prefix_hashes(trace, config.block_size)
     set_threads(config.threads)
     policy = make_policy(config.policy, config.knobs)
-    longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())
+    longest = config.max_model_len or trace.longest
     if loaded is None:
         with load_for(config, longest) as loaded:
             return replay_live(
@@ -251,6 +252,7 @@ def _scheduler(
         ),
         block_size=config.block_size,
         max_model_len=max_model_len,
+        longest_by=LONGEST_BY if config.max_model_len is None or max_model_len < config.max_model_len else "",
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
         watermark=config.watermark,

@@ -50,7 +50,8 @@ Trim = Annotated[
     bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
 ]
 MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", _ENGINE)
+    int | None,
+    _option("--max-model-len", "Longest prompt + output; by default the trace's, if the model allows.", _ENGINE),
 ]
 BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", _MEMORY)]
 NumBlocks = Annotated[

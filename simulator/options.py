@@ -56,7 +56,8 @@ DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the 
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]
 TP = Annotated[int, _option("--tp", "Tensor-parallel devices per stage.", ENGINE)]
 MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", ENGINE)
+    int | None,
+    _option("--max-model-len", "Longest prompt + output; by default the trace's, if the model allows.", ENGINE),
 ]
 BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", MEMORY)]
 NumBlocks = Annotated[int | None, _option("--num-blocks", "Usable KV blocks; by default what the GPU holds.", MEMORY)]

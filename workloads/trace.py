@@ -125,6 +125,11 @@ class Trace:
         return len(self.arrival_ns)
 
     @property
+    def longest(self) -> int:
+        """Most tokens of any request, prompt and declared output; 1 where there is none."""
+        return int((self.prompt_tokens + self.max_output_tokens).max()) if len(self) else 1
+
+    @property
     def closed_loop(self) -> bool:
         """Whether some request waits for another one's answer."""
         return self.after_row is not None and bool((self.after_row >= 0).any())

@@ -66,6 +66,7 @@ def _gaps(model: str, gpu: str, tp: int) -> dict[str, Any] | None:
         options: dict[str, Any] = {
             "policy": policy, "knobs": knobs, "model": model, "gpu": gpu, "tp": tp, "dtype": "float16",
             "token_budget": 16384 if policy == "prefill_priority" else None, "cost_model": chosen_costs(),
+            "max_model_len": decodes_and((0, PROMPT)).longest,
             "num_blocks": 4000,  # as many as the claim needs: it says nothing of memory
         }  # fmt: skip
         try:
