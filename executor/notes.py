@@ -1,9 +1,11 @@
-"""What a live run says of its trace and settings before the work, as `simulator.notes` does for a simulated one."""
+"""What a live run says of its trace and settings before the work, as `simulator.settings_without_effect` does for a
+simulated one.
+"""
 
 from __future__ import annotations
 
 from executor.config import LiveConfig
-from metrics.slo import doubtful_bounds
+from metrics.measures.slo import doubtful_bounds
 from workloads.shared_prefixes import caches_prefixes, what_prompts_share
 from workloads.trace import Trace
 

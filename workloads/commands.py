@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from policies.command_line import with_flags
-from policies.settings import whole_number
+from policies.edges.command_line import with_flags
+from policies.edges.settings import whole_number
 from workloads.reading_options import FLAGS, Arrivals, ReadingOptions
 
 app = typer.Typer(
@@ -162,9 +162,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _generated(given: dict[str, Any]) -> Any:
-    from workloads import cases
-    from workloads.generator import generate as generated
-    from workloads.presets import preset
+    from workloads.generating import sarathi_cases as cases
+    from workloads.generating.generator import generate as generated
+    from workloads.generating.presets import preset
     from workloads.trace import TraceError
 
     used = {key for key, value in given.items() if value != _DEFAULTS.get(key)}

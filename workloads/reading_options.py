@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from policies.settings import check_settings
+from policies.edges.settings import check_settings
 from workloads.trace import Trace, TraceError
 
 
@@ -40,7 +40,7 @@ class ReadingOptions:
 
     def read(self, path: str | os.PathLike[str] | None, seed: int, *, limit: int | None = None) -> Trace:
         """The trace at `path`, or the one that the options name. Raises TraceError."""
-        from workloads.reader import read_trace
+        from workloads.reading.reader import read_trace
 
         chosen = path or self.trace
         if not chosen:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workloads.generating.sessions import names_of_histories
 from workloads.ragged import RaggedColumn
-from workloads.sessions import names_of_histories
 from workloads.trace import Trace
 
 

@@ -89,11 +89,7 @@ def test_the_same_config_gives_the_same_values():
 
 @st.composite
 def workloads(draw):
-    rows = draw(
-        st.lists(
-            st.tuples(st.floats(0, 12), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12
-        )
-    )
+    rows = draw(st.lists(st.tuples(st.floats(0, 12), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12))
     at = 0.0
     requests = []
     for gap, prompt, output in rows:
@@ -113,7 +109,9 @@ def workloads(draw):
 def test_a_leaping_run_writes_the_very_tables_of_a_plain_one(trace, policy, num_blocks, impatient, leaving):
     if impatient:
         trace = trace.with_timeout(9.7)
-    cost = (Leaving if leaving else ConstantCost)(device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777)
+    cost = (Leaving if leaving else ConstantCost)(
+        device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777
+    )
     tables = []
     for leaps in (True, False):
         config = ReplayConfig(policy=policy, num_blocks=num_blocks, block_size=4, leaps=leaps)
@@ -169,4 +167,6 @@ def test_a_request_beyond_the_models_positions_is_rejected_unless_a_longer_conte
         assert bounded.tables.frame("requests")["status"].tolist() == ["rejected", "rejected", "finished"]
         reason = bounded.tables.column("requests", "reason")[0]
         assert "10100 tokens, more than the longest allowed 4096 (positions of the model; --max-model-len" in reason
-        assert run(trace, ConstantCost(S), model="llama-2-7b", pools=pools, max_model_len=20_000).summary["rejected"] == 0
+        assert (
+            run(trace, ConstantCost(S), model="llama-2-7b", pools=pools, max_model_len=20_000).summary["rejected"] == 0
+        )
