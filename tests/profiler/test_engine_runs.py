@@ -9,7 +9,8 @@ from tests.shared_data import shared
 def test_the_half_of_a_row_follows_from_its_id_and_copies_share_it() -> None:
     runs = closed_loop_runs()
     by_id = {run.id: run for run in runs}
-    assert len(by_id) == 631 and sum(bool(run.same_as) for run in runs) == 45
+    assert len(by_id) == 631
+    assert sum(bool(run.same_as) for run in runs) == 45
     for run in runs:
         assert run.half == half_of(run.same_as or run.id)
         if run.same_as:
@@ -24,7 +25,8 @@ def test_the_half_of_a_row_follows_from_its_id_and_copies_share_it() -> None:
 
 def test_halves_are_those_of_sha_256() -> None:
     # sha256("") begins with e3, sha256("abc") with ba: odd and even.
-    assert half_of("") == "b" and half_of("abc") == "a"
+    assert half_of("") == "b"
+    assert half_of("abc") == "a"
 
 
 def test_e2e_of_a_closed_loop_is_ttft_and_the_gaps_after_it() -> None:
