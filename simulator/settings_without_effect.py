@@ -6,7 +6,7 @@ from metrics.measures.slo import doubtful_bounds
 from simulator.config import ReplayConfig
 from simulator.routers import router_class
 from workloads import Trace
-from workloads.shared_prefixes import caches_prefixes, what_prompts_share
+from workloads.generating.shared_prefixes import caches_prefixes, what_prompts_share
 
 
 def notes_of_run(config: ReplayConfig, trace: Trace) -> list[str]:

@@ -20,7 +20,7 @@ from simulator.errors import SimulationError
 from simulator.replica.replica_kind import Engine, make_engine
 from simulator.settings_without_effect import notes_of_run
 from workloads import Trace
-from workloads.shared_prefixes import with_prefix_hashes
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables

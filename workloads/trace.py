@@ -72,8 +72,8 @@ class Trace:
     prompt_ids: per request the prompt's token ids where the trace carries them.
     after_row, think_ns: closed loop. -1 in after_row: arrives at arrival_ns. Otherwise an earlier row: arrives
         think_ns after that row's answer has ended.
-    history: "in_prompt" where a turn's prompt may hold its session so far (see workloads.shared_prefixes), "none" where
-        no turn's prompt does.
+    history: "in_prompt" where a turn's prompt may hold its session so far (see workloads.generating.shared_prefixes),
+        "none" where no turn's prompt does.
     notes: what the reader had to say (rows skipped and why), one sentence each.
     """
 

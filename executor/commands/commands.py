@@ -16,8 +16,8 @@ from executor.commands import options as o
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.machine.threads import set_threads
-from executor.notes import notes_of_live_run
 from executor.serving.journal import Journal
+from executor.serving.notes import notes_of_live_run
 from policies.edges.command_line import knob_flags, refuse_flags, tell_notes, with_flags
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling

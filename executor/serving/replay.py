@@ -35,7 +35,7 @@ from executor.serving.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.contract.draft import UNLIMITED
 from policies.scheduling.memory_counts import memory_counts
-from workloads.shared_prefixes import with_prefix_hashes
+from workloads.generating.shared_prefixes import with_prefix_hashes
 from workloads.trace import Trace
 
 if TYPE_CHECKING:

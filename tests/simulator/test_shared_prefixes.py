@@ -8,7 +8,7 @@ import pytest
 
 from simulator import replay
 from workloads import Trace, read_trace
-from workloads.shared_prefixes import what_prompts_share, with_prefix_hashes
+from workloads.generating.shared_prefixes import what_prompts_share, with_prefix_hashes
 
 NS = 1_000_000_000
 PREFIX, OWN = list(range(16)), [list(range(100 + 4 * row, 104 + 4 * row)) for row in range(20)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.errors import ExperimentError
 from metrics.recording.recorder import Recorder
 from policies import Batch, Chunk, Ns, Request, Scheduler, Track
-from workloads.shared_prefixes import with_prefix_hashes
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables

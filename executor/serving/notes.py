@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from executor.config import LiveConfig
 from metrics.measures.slo import doubtful_bounds
-from workloads.shared_prefixes import caches_prefixes, what_prompts_share
+from workloads.generating.shared_prefixes import caches_prefixes, what_prompts_share
 from workloads.trace import Trace
 
 
