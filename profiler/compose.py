@@ -25,6 +25,7 @@ from profiler.hardware import Hardware
 from profiler.intervals import half_widths
 from profiler.layer_split import check_split, split_layers
 from profiler.model_spec import ModelSpec
+from profiler.physical_floor import AttentionFloor, GemmFloor
 from profiler.roofline_constants import RooflineConstants
 
 Array = NDArray[np.float64]
@@ -63,7 +64,7 @@ def compose(
     name = f"fitted {spec.name} {fit.gpu} tp{tp}{f' pp{pp}' if pp > 1 else ''} {wanted}"
     attention = AttentionTables(
         parts.attention(),
-        window=spec.sliding_window,
+        AttentionFloor.of(spec, hardware, fit.dtype, tp),
         fused=parts.terms.fused_batches,
         uneven=parts.terms.uneven_contexts and not spec.sliding_window,
         typical=parts.terms.typical_contexts,
@@ -81,6 +82,7 @@ def compose(
         attention,
         region,
         parts.terms,
+        GemmFloor.of(hardware, fit.dtype),
         _send(hardware, spec, pipeline_link),
         half_widths=half_widths(fit.errors, region.composed, frozenset(fit.spreads)),
         spreads=fit.spreads,

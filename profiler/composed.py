@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from profiler.attention_tables import AttentionTables
 from profiler.engine_terms import EngineTerms
+from profiler.physical_floor import GemmFloor
 from profiler.spreads import Spread
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
@@ -43,7 +44,7 @@ class Engine:
     layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
     the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
     half_widths: of 90 % intervals by operator, one factor for all shapes (`profiler.intervals`); spreads: errors that
-    differ from shape to shape (`profiler.spreads`); gemms: (n, k) of each linear layer.
+    differ from shape to shape (`profiler.spreads`); gemms: (n, k) of each linear layer, none of which beats the floor.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Engine:
     attention: AttentionTables
     region: Region
     terms: EngineTerms
+    floor: GemmFloor
     send: tuple[float, float] = (0.0, 0.0)
     tile: int = 128
     half_widths: Mapping[str, float] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.compiling import mypyc_attr
 from profiler.aftermath import merged
 from simulator.clock import Nanoseconds
+from simulator.fast_costs import refuse
 from simulator.moment import COMPLETION, WAKE, Moment
 
 if TYPE_CHECKING:
@@ -241,6 +242,8 @@ class PlainReplica:
         stages: list[Ns] = []
         if self._num_stages == 1:
             device = self.cost.stage_ns(shape)
+            if device <= 0:
+                refuse(self.cost, shape, device)
             if self._leaves is not None:
                 device += self._aftermath_ns(batch)
             start = ready
@@ -288,6 +291,8 @@ class PlainReplica:
         device = end = 0
         arrived = ready_ns
         for stage, (busy, send) in enumerate(self._stages_ns(shape)):
+            if busy <= 0:
+                refuse(self.cost, shape, busy, stage)
             start = free[stage]
             if arrived > start:
                 start = arrived

@@ -13,6 +13,7 @@ from metrics.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.compiling import mypyc_attr
 from simulator.clock import FAR, Nanoseconds, VirtualTime
+from simulator.fast_costs import refuse
 from simulator.leaping import LEAST_LEAP, Leap, ends_until
 from simulator.leaping_replica import LeapingReplica
 from simulator.moment import COMPLETION, Moment
@@ -166,6 +167,8 @@ class Replica(LeapingReplica):
                 continue
             chunks, shape = batch.chunks, batch.shape
             before, after, device, inside = iteration_ns(shape)
+            if device <= 0:
+                refuse(self.cost, shape, device)
             owing = False
             if leaves is not None:
                 owing = bool(self._owed)
