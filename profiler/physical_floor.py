@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
-    from profiler.hardware import Hardware
-    from profiler.model_spec import ModelSpec
+    from profiler.specs.hardware import Hardware
+    from profiler.specs.model_spec import ModelSpec
 
 Array = NDArray[np.float64]
 

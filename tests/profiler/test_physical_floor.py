@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
-from profiler.hardware import load_hardware
+from policies.work.batch import BatchShape
 from profiler.load import load_cost_model
-from profiler.model_config import load_model_spec
-from profiler.shapes import ShapeColumns
-from profiler.work import flops_of, kv_tokens_of
+from profiler.specs.hardware import load_hardware
+from profiler.specs.model_config import load_model_spec
+from profiler.specs.shape_columns import ShapeColumns
+from profiler.specs.useful_work import flops_of, kv_tokens_of
 
 GPUS = ("a100", "a6000", "h100", "h200", "rtx4090", "rtxpro6000")
 MOST = 1_000_000
