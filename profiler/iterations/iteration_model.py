@@ -20,7 +20,7 @@ from policies.work.request import Ns
 from profiler.errors import ProfileError
 from profiler.iterations.aftermath import extra_ns
 from profiler.iterations.flicker import Later, deviation
-from profiler.row_table import RowTable
+from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns, attended_pairs
 
 Column = NDArray[np.int64]

@@ -26,7 +26,7 @@ from profiler.operators.attention_lookup import (
 )
 from profiler.operators.laws.prefill_law import PrefillLaw
 from profiler.operators.laws.smooth_batch_law import CONTEXT_STEP, BatchLaw
-from profiler.physical_floor import AttentionFloor
+from profiler.operators.physical_floor import AttentionFloor
 
 Array = NDArray[np.float64]
 Column = NDArray[np.int64]

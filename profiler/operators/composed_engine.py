@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
-from profiler.physical_floor import GemmFloor
+from profiler.operators.physical_floor import GemmFloor
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 

@@ -17,7 +17,7 @@ from profiler.operators.composed_engine import Engine, RowTerms
 from profiler.operators.drawn_errors import DrawnAttention, ErrorField
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.fitting.error_sizes import Spread
-from profiler.row_table import RowTable
+from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns
 
 Column = NDArray[np.int64]

@@ -20,8 +20,8 @@ from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.errors import ProfileError
 from profiler.roofline.constants import RooflineConstants
+from profiler.roofline.row_table import RowTable
 from profiler.roofline.row_terms import RowTerms
-from profiler.row_table import RowTable
 from profiler.specs.dtypes import canonical_dtype, dtype_bytes
 from profiler.specs.hardware import Hardware
 from profiler.specs.layer_split import check_split, split_layers

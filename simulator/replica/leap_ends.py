@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from policies import Batch, BatchShape, Ns
-from simulator.fast_costs import refuse
+from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel

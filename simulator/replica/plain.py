@@ -21,7 +21,7 @@ from policies.edges.compiling import mypyc_attr
 from profiler.iterations.aftermath import merged
 from simulator.clock.moment import COMPLETION, WAKE, Moment
 from simulator.clock.virtual_time import Nanoseconds
-from simulator.fast_costs import refuse
+from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
