@@ -92,6 +92,7 @@ def test_llmservingsim_all_reduces_lie_beside_the_models_of_a_card(tmp_path: Pat
     assert other.breakdown(shape)["all_reduce"] == pytest.approx(129 * (13.5e3 + 2048 * 10240 / (0.57 * 64)), rel=0.01)
 
 
+@needs_data
 def test_llmservingsim_degrees_are_told_apart() -> None:
     profile = import_profile("llmservingsim", DATA / "llmservingsim/RTXPRO6000/Llama-3.1-8B")
     heads = profile.rows_of("attention")[["tensor_parallel", "heads", "kv_heads"]].drop_duplicates()
