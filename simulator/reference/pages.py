@@ -186,7 +186,7 @@ def _slot_blocks(plan: Plan, job: Job) -> int:
 
 
 def _beside(plan: Plan, rows: int, decodes: int) -> int:
-    """The chunk of a batch of C rows: C - (B - 1); with B > C what the decodes leave of C, or of the next whole tile."""
+    """The chunk of a batch of C rows: C - (B - 1); with B > C what the decodes leave of C, or of the tile above."""
     if rows >= plan.slots:
         return rows - (plan.slots - 1)
     tile = plan.limits.tile
