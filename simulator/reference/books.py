@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from policies.batch import BatchShape
-from policies.request import Ns, Request
+from policies.work.batch import BatchShape
+from policies.work.request import Ns, Request
 from simulator.reference.blocks import Blocks
 from simulator.reference.plan import Plan, Row
 
@@ -233,9 +233,7 @@ class Books:
             return None
         shape = plan.shape
         groups = self._advance(plan.rows)
-        batch = Batch(
-            self._batches, now_ns, plan.rows, shape, groups, self._stopped + plan.victims, plan.cached_tokens
-        )  # fmt: skip
+        batch = Batch(self._batches, now_ns, plan.rows, shape, groups, self._stopped + plan.victims, plan.cached_tokens)
         self._stopped = 0
         self._batches += 1
         self.batches_in_flight += 1

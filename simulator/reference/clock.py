@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from simpy import Environment, Event
 
-from policies.request import Ns
+from policies.work.request import Ns
 
 
 class Clock:

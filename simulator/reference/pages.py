@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from math import sqrt
 from typing import Any
 
-from policies.batch import BatchShape
 from policies.chunked import Chunked
+from policies.contract.policy import Policy
 from policies.decode_maximal import DecodeMaximal
 from policies.dynamic_chunk import DynamicChunk
 from policies.orca import Orca
-from policies.policy import Policy
 from policies.prefill_priority import PrefillPriority
-from policies.request import NS_PER_S, Ns
 from policies.request_level import RequestLevel
 from policies.shortest_prompt_first import ShortestPromptFirst
 from policies.slo_aware import SloAware, parse_classes
 from policies.vllm_v1 import VllmV1
+from policies.work.batch import BatchShape
+from policies.work.request import NS_PER_S, Ns
 from simulator.reference.books import Job
 from simulator.reference.plan import Plan
 

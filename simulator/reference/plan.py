@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from policies.batch import BatchShape
-from policies.request import Ns
+from policies.work.batch import BatchShape
+from policies.work.request import Ns
 
 if TYPE_CHECKING:
     from simulator.reference.books import Books, Group, Job
@@ -63,9 +63,10 @@ class Plan:
         """Whoever may be planned now: not in flight, unless the engine plans ahead."""
         limits = self.limits
         return [
-            group for group in self.books.line
+            group
+            for group in self.books.line
             if limits.ahead or not group.in_flight or (limits.chase and not group.decodes)
-        ]  # fmt: skip
+        ]
 
     def decoding(self) -> list[Group]:
         return [group for group in self.free() if group.decodes]
@@ -82,9 +83,14 @@ class Plan:
     def shape(self) -> BatchShape:
         contexts = [row.prefix for row in self.rows if not row.chunk]
         return BatchShape(
-            tuple((row.tokens, row.prefix) for row in self.rows if row.chunk), len(contexts), sum(contexts),
-            max(contexts, default=0), self.dummies, sum(row.samples for row in self.rows), 0,
-        )  # fmt: skip
+            tuple((row.tokens, row.prefix) for row in self.rows if row.chunk),
+            len(contexts),
+            sum(contexts),
+            max(contexts, default=0),
+            self.dummies,
+            sum(row.samples for row in self.rows),
+            0,
+        )
 
     # What it can ask for
 

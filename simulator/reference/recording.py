@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from policies.request import Ns
+from policies.work.request import Ns
 from simulator.reference.books import Job
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ class Recording:
             row = {**where, "stage": stage, "start_s": start / 1e9, "end_s": end / 1e9, "send_s": send / 1e9}
             self.rows["stages"].append(row)
         shape = batch.shape
-        times = (
-            batch.planned_ns, flight.stages[0][0], end_ns, flight.before_ns, flight.after_ns, sum(flight.busy_ns)
-        )  # fmt: skip
+        times = (batch.planned_ns, flight.stages[0][0], end_ns, flight.before_ns, flight.after_ns, sum(flight.busy_ns))
         chunks = [row for row in batch.rows if row.chunk]
         decodes = [row for row in batch.rows if not row.chunk]
         self.rows["iterations"].append(
@@ -66,7 +64,7 @@ class Recording:
                     {"cohort": row.job.request.id, "step": len(row.job.steps) - 1, "size": 1} for row in decodes
                 ],
             }
-        )  # fmt: skip
+        )
 
     def request(self, job: Job, replica: int) -> None:
         """A request that has just ended."""
@@ -101,12 +99,13 @@ class Recording:
         import pyarrow as pa
 
         from metrics import RunTables
-        from metrics.columns import schema
+        from metrics.run_folder.columns import schema
 
         tokens = [
             {"replica": row["replica"], "cohort": row["cohort"], "step": step, "time_s": ns / 1e9}
-            for row in self.rows["tokens"] for step, ns in enumerate(row["steps"])
-        ]  # fmt: skip
+            for row in self.rows["tokens"]
+            for step, ns in enumerate(row["steps"])
+        ]
         requests = sorted(self.rows["requests"], key=lambda row: row["request"])
         segments = sorted(self.rows["segments"], key=lambda row: row["request"])
         rows = {**self.rows, "requests": requests, "segments": segments, "tokens": tokens}

@@ -11,9 +11,9 @@ from typing import Any
 
 from simpy import Event, Store
 
-from policies.request import Ns, Request
-from profiler.aftermath import merged
+from policies.work.request import Ns, Request
 from profiler.cost_model import CostModel
+from profiler.iterations.aftermath import merged
 from simulator.reference.books import Batch, Books, Job
 from simulator.reference.clock import Clock
 from simulator.reference.recording import Recording
@@ -45,9 +45,15 @@ class Replica:
     """
 
     def __init__(
-        self, clock: Clock, number: int, books: Books, cost: CostModel, recording: Recording, overlap: bool,
+        self,
+        clock: Clock,
+        number: int,
+        books: Books,
+        cost: CostModel,
+        recording: Recording,
+        overlap: bool,
         on_end: Callable[[Job, Replica], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clock, self.number, self.books, self.cost = clock, number, books, cost
         self.recording, self.overlap, self.on_end = recording, overlap, on_end
         self.jobs: dict[int, Job] = {}

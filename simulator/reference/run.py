@@ -7,7 +7,7 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
-from policies.request import Ns
+from policies.work.request import Ns
 from profiler.cost_model import CostModel
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -130,7 +130,7 @@ class Cluster:
 
     def facts(self, plan: Any) -> dict[str, Any]:
         """What became of the cluster, as the fast path tells it (`Cluster.facts`)."""
-        from simulator.journeys import Life
+        from simulator.cluster.journeys import Life
 
         numbers = [number for number, pool in enumerate(plan.pools) for _ in range(pool.replicas)]
         lives = [Life(replica, pool, "serve", 0, 0) for replica, pool in enumerate(numbers)]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from metrics import Recorder, RunTables, read_run
 from policies import BatchShape
-from policies.errors import InputError
+from policies.edges.errors import InputError
 from policies.registry import BUILT_IN, policy_class
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -83,33 +83,50 @@ def assert_same(trace: Trace, options: dict[str, Any], cost: ConstantCost | None
 KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "prefill_priority": {"max_prompts": st.integers(0, 3)},
     "orca": {
-        "max_batch_size": st.integers(0, 5), "max_prompts": st.integers(0, 3),
+        "max_batch_size": st.integers(0, 5),
+        "max_prompts": st.integers(0, 3),
         "reserve": st.sampled_from(["limit", "longest"]),
     },
     "request_level": {
-        "max_batch_size": st.integers(1, 5), "keep_finished": st.booleans(), "max_delay_s": st.sampled_from([0.0, 1.5]),
+        "max_batch_size": st.integers(1, 5),
+        "keep_finished": st.booleans(),
+        "max_delay_s": st.sampled_from([0.0, 1.5]),
         "reserve": st.sampled_from(["limit", "longest"]),
     },
     "chunked": {"chunk_size": st.integers(1, 40)},
     "decode_maximal": {"chunk_size": st.integers(1, 40), "align": st.sampled_from(["shrink", "pad", "none"])},
     "dynamic_chunk": {
-        "rule": st.sampled_from(["pd_ratio", "tbt_slo", "prefix_aware"]), "large": st.just(32), "middle": st.just(24),
-        "small": st.just(16), "largest": st.integers(1, 64), "first": st.integers(8, 64), "merge": st.booleans(),
-        "tbt_target_s": st.floats(0.3, 1.5), "align": st.sampled_from(["shrink", "pad", "none"]),
-        "prefill_heavy": st.floats(0.5, 1), "decode_heavy": st.floats(0, 0.5),
+        "rule": st.sampled_from(["pd_ratio", "tbt_slo", "prefix_aware"]),
+        "large": st.just(32),
+        "middle": st.just(24),
+        "small": st.just(16),
+        "largest": st.integers(1, 64),
+        "first": st.integers(8, 64),
+        "merge": st.booleans(),
+        "tbt_target_s": st.floats(0.3, 1.5),
+        "align": st.sampled_from(["shrink", "pad", "none"]),
+        "prefill_heavy": st.floats(0.5, 1),
+        "decode_heavy": st.floats(0, 0.5),
     },
     "shortest_prompt_first": {
-        "chunk_size": st.integers(1, 40), "ageing": st.sampled_from([0.0, 7.0]), "window": st.integers(1, 5),
+        "chunk_size": st.integers(1, 40),
+        "ageing": st.sampled_from([0.0, 7.0]),
+        "window": st.integers(1, 5),
     },
     "slo_aware": {
-        "chunk_size": st.integers(1, 60), "ttft_s": st.floats(0.5, 9), "tbt_s": st.floats(0.3, 2),
-        "classes": st.sampled_from(["", "chat:ttft=3,tbt=0.4"]), "relegate": st.booleans(), "window": st.integers(1, 5),
+        "chunk_size": st.integers(1, 60),
+        "ttft_s": st.floats(0.5, 9),
+        "tbt_s": st.floats(0.3, 2),
+        "classes": st.sampled_from(["", "chat:ttft=3,tbt=0.4"]),
+        "relegate": st.booleans(),
+        "window": st.integers(1, 5),
     },
     "vllm_v1": {
-        "long_prefill_token_threshold": st.sampled_from([0, 7]), "reserve_full": st.booleans(),
+        "long_prefill_token_threshold": st.sampled_from([0, 7]),
+        "reserve_full": st.booleans(),
         "free_order": st.sampled_from(["0.19", "0.32"]),
     },
-}  # fmt: skip
+}
 
 
 @st.composite
@@ -118,9 +135,10 @@ def traces(draw: st.DrawFn, *, prefixes: bool = False) -> Trace:
     rows = draw(
         st.lists(
             st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.7]), st.integers(1, 40), st.integers(1, 25)),
-            min_size=1, max_size=12,
+            min_size=1,
+            max_size=12,
         )
-    )  # fmt: skip
+    )
     count = len(rows)
 
     def each(values: st.SearchStrategy[Any]) -> Any:
@@ -150,25 +168,46 @@ def configs(draw: st.DrawFn, policy: str, trace: Trace) -> tuple[dict[str, Any],
     knobs = {name: draw(values) for name, values in KNOBS[policy].items()}
     longest = int((trace.prompt_tokens + trace.max_output_tokens).max())
     options: dict[str, Any] = {
-        "policy": policy, "block_size": 4, "watermark": draw(st.sampled_from([None, 0.0, 0.1])),
+        "policy": policy,
+        "block_size": 4,
+        "watermark": draw(st.sampled_from([None, 0.0, 0.1])),
         "num_blocks": int((-(-longest // 4) + draw(st.integers(0, 12) | st.integers(0, 150))) * 1.12) + 1,
-        "pp": draw(st.sampled_from([1, 1, 2, 3])), "replicas": draw(st.sampled_from([1, 1, 2, 3])),
-        "router": draw(st.sampled_from(["round_robin", "least_outstanding_requests", "least_outstanding_tokens", "random",
-                                        "power_of_two", "least_kv", "session_affinity", "prefix_affinity"])),
-        "max_num_seqs": draw(st.sampled_from([None, None, 2, 5])), "leaps": draw(st.booleans()),
-        "pp_overlap": draw(st.booleans()), "chase_chunks": draw(st.booleans()),
-    }  # fmt: skip
+        "pp": draw(st.sampled_from([1, 1, 2, 3])),
+        "replicas": draw(st.sampled_from([1, 1, 2, 3])),
+        "router": draw(
+            st.sampled_from(
+                [
+                    "round_robin",
+                    "least_outstanding_requests",
+                    "least_outstanding_tokens",
+                    "random",
+                    "power_of_two",
+                    "least_kv",
+                    "session_affinity",
+                    "prefix_affinity",
+                ]
+            )
+        ),
+        "max_num_seqs": draw(st.sampled_from([None, None, 2, 5])),
+        "leaps": draw(st.booleans()),
+        "pp_overlap": draw(st.booleans()),
+        "chase_chunks": draw(st.booleans()),
+    }
     if policy == "vllm_v1":
         options["token_budget"] = draw(st.sampled_from([None, 30]))
         knobs["async_scheduling"] = options["pp"] == 1 and draw(st.booleans())
     options["knobs"] = knobs
     kind = draw(st.sampled_from([ConstantCost, Leaving, Slowing]))
     cost = kind(
-        device_ns=draw(st.sampled_from([0, S // 3, S // 10])), before_ns=draw(st.sampled_from([0, S // 30])),
-        after_ns=draw(st.sampled_from([0, 777, S // 20])), per_row_ns=draw(st.sampled_from([0, 1_000_003])),
-        per_context_ns=draw(st.sampled_from([0, 10_007])), transfer_ns=draw(st.sampled_from([0, S // 15])),
-        stages=options["pp"], tile=8,
-    )  # fmt: skip
+        device_ns=draw(st.sampled_from([0, S // 3, S // 10])),
+        before_ns=draw(st.sampled_from([0, S // 30])),
+        after_ns=draw(st.sampled_from([0, 777, S // 20])),
+        per_row_ns=draw(st.sampled_from([0, 1_000_003])),
+        per_context_ns=draw(st.sampled_from([0, 10_007])),
+        transfer_ns=draw(st.sampled_from([0, S // 15])),
+        stages=options["pp"],
+        tile=8,
+    )
     return options, cost
 
 
@@ -229,9 +268,10 @@ def test_a_token_computed_in_vain_belongs_to_nobody() -> None:
     """Planned ahead, an answer of 2 of 5 allowed tokens is decoded once more: that step is in no segment."""
     trace = replace(trace_of([(0, 4, 2)]), max_output_tokens=np.array([5]))
     run = replay(
-        trace, ReplayConfig(policy="vllm_v1", knobs={"async_scheduling": True}, num_blocks=9, reference=True),
+        trace,
+        ReplayConfig(policy="vllm_v1", knobs={"async_scheduling": True}, num_blocks=9, reference=True),
         cost=ConstantCost(device_ns=S),
-    )  # fmt: skip
+    )
     assert run.tables.table("tokens").to_pydict()["time_s"] == [1.0, 2.0, 3.0]
     assert run.tables.table("segments").to_pydict()["to_step"] == [2]
 
