@@ -237,7 +237,7 @@ def _rope(config: _Config, theta: float = 10000.0) -> Facts:
 
 
 def _count_windows(config: _Config, facts: Facts) -> None:
-    """How many layers have the window, by `layer_types` (a kind each) or by max_window_layers (Qwen: the first have none)."""
+    """How many layers have the window: by `layer_types`, or by max_window_layers (Qwen: the first layers have none)."""
     kinds, layers = config.keys.get("layer_types"), facts["layers"]
     if kinds is None:
         if facts.get("sliding_window") and config.text("model_type", default="").startswith("qwen"):
