@@ -20,18 +20,16 @@ from profiler.cost_model import CostModel
 from profiler.device_fit import DeviceFit, fit_device
 from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
+from profiler.facts import carried_profile
 from profiler.fitted import FittedModel, find_fitted
 from profiler.gemm_law import curve_us
 from profiler.hardware import load_hardware
-from profiler.importers import import_profile
 from profiler.load import load_cost_model
 from profiler.model_config import load_model_spec
 from profiler.model_file import read_model, write_model
 from profiler.row_curves import RowCurve
 from profiler.shapes import ShapeColumns
 
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
 PLAIN = EngineTerms(graph_padding=False, uneven_contexts=False, compiled=False)
 
 
@@ -130,9 +128,8 @@ def test_a_breakdown_sums_exactly(shape: BatchShape, pp: int) -> None:
     assert sum(fitted.breakdown(shape).values()) == whole
 
 
-@needs_data
 def test_measured_points_come_back() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     fitted = compose(
         fit_device(profile, load_hardware("rtx4090")),
         load_model_spec("llama-3.1-8b"),
@@ -151,9 +148,8 @@ def test_measured_points_come_back() -> None:
     assert chunk["attention"] == pytest.approx(32 * 165.9e3, rel=1e-3)
 
 
-@needs_data
 def test_a_profile_twice_as_slow_predicts_twice_the_time() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     hardware, spec = load_hardware("rtx4090"), load_model_spec("llama-3.1-8b")
     terms = EngineTerms(compiled=False)
     batch = [BatchShape(((300, 0), (200, 900)), 40, 40_000, 3000, 0, 42), BatchShape((), 7, 7000, 1800, 0, 7)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,14 +12,12 @@ from profiler.attention_fit import AttentionFit, fit_attention
 from profiler.attention_law import BatchLaw
 from profiler.dealt_grid import tabled
 from profiler.decode_law import DecodeLaw, fit_decode_law, split_by
+from profiler.facts import carried_profile
 from profiler.hardware import load_hardware
-from profiler.importers import import_profile
 from profiler.lattice import Lattice
 from profiler.mixed_law import MixedLaw, dealt
 from profiler.prefill_law import PrefillLaw, dealt_steps, fit_prefill_law
 
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
 LAW = PrefillLaw(launch=2.0, step=3.0, block=0.0, write=0.0, slots=188)
 
 
@@ -117,9 +113,8 @@ def test_the_stride_of_such_a_kernel_shows_in_its_times() -> None:
     assert found.resized(32).us(decodes, context) == pytest.approx(truth.us(decodes, context), rel=0.05)
 
 
-@needs_data
 def test_contexts_of_one_decode_alone_are_told_by_prices_of_its_own() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     table = profile.rows_of("attention")
     alone = table[(table["chunks"] == "") & ~table["backend"].str.contains("twin")]
     kept = alone[~alone["decode_context_max"].isin([64, 128])]
@@ -146,9 +141,8 @@ def test_a_cache_that_overflows_makes_every_head_wait_for_memory() -> None:
     assert overflows == pytest.approx(4 + 4 * steps[1] + 32 * (0.5 * 524.288 - 4 * steps[1] / 32))
 
 
-@needs_data
 def test_the_cache_of_a_card_shows_in_its_mixed_batches() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     rows = profile.rows_of("attention")
     short = rows["chunks"].isin([f"{tokens}:{prefix}" for tokens in (16, 256) for prefix in (0, 4096)])
     fit = fit_attention(rows[(rows["decodes"] == 0) | short & rows["decodes"].isin((8, 64, 128))], 128)
@@ -161,9 +155,8 @@ def test_the_cache_of_a_card_shows_in_its_mixed_batches() -> None:
     assert tabled(fit).batch_us(*between) == pytest.approx(fit.batch_us(*between), rel=0.05)
 
 
-@needs_data
 def test_one_decode_is_a_kernel_of_its_own_and_twins_tell_what_uneven_costs() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     fit = fit_attention(profile.rows_of("attention"), load_hardware("rtx4090").sms)
     # attention.csv: one decode of 16 tokens 9.31 us, two 13.6.
     assert fit.decode_us([1, 2], [16, 16]).tolist() == pytest.approx([9.31, 13.59], rel=2e-3)
