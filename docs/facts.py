@@ -21,8 +21,8 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from profiler.importers import import_profile  # noqa: E402
-from profiler.profile import Profile, chunk_text, write_profile  # noqa: E402
+from profiler.measurements.importers import import_profile  # noqa: E402
+from profiler.measurements.profile import Profile, chunk_text, write_profile  # noqa: E402
 from workloads import Trace, read_trace, write_trace  # noqa: E402
 
 FACTS = ROOT / "profiler" / "data" / "facts"
@@ -80,12 +80,18 @@ def trace(found: Trace, name: str) -> None:
 KEPT_OF_A_RUN = {
     "model_config": ("max_model_len", "enforce_eager", "dtype"),
     "scheduler_config": (
-        "max_num_seqs", "max_num_batched_tokens", "async_scheduling", "scheduler_reserve_full_isl",
-        "long_prefill_token_threshold", "enable_chunked_prefill", "policy", "stream_interval",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "async_scheduling",
+        "scheduler_reserve_full_isl",
+        "long_prefill_token_threshold",
+        "enable_chunked_prefill",
+        "policy",
+        "stream_interval",
     ),
     "compilation_config": ("max_cudagraph_capture_size",),
     "parallel_config": ("tensor_parallel_size", "disable_custom_all_reduce"),
-}  # fmt: skip
+}
 
 
 def vllm_run(folder: Path, out: Path) -> None:
@@ -139,12 +145,17 @@ def agent_sessions(folder: Path) -> None:
         for turn, one in enumerate(session["requests"]):
             rows.append(
                 {
-                    "arrival_s": one["t"], "prompt_tokens": one["in"], "output_tokens": one["out"],
-                    "session": session["id"], "turn": turn,
-                    "think_s": one.get("think_time"), "api_s": one.get("api_time"),
-                    "prefix_hashes": [offset + name for name in one["hash_ids"]], "hash_tokens": session["block_size"],
+                    "arrival_s": one["t"],
+                    "prompt_tokens": one["in"],
+                    "output_tokens": one["out"],
+                    "session": session["id"],
+                    "turn": turn,
+                    "think_s": one.get("think_time"),
+                    "api_s": one.get("api_time"),
+                    "prefix_hashes": [offset + name for name in one["hash_ids"]],
+                    "hash_tokens": session["block_size"],
                 }
-            )  # fmt: skip
+            )
         offset += 1 + max(name for one in session["requests"] for name in one["hash_ids"])
     rows.sort(key=lambda row: (row["arrival_s"], row["session"]))
     parquet(pa.Table.from_pylist(rows), FACTS / "traces" / "agent_sessions.parquet")
@@ -193,11 +204,20 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 def step_row(step: Any) -> dict[str, Any]:
     shape = step.shape
     return {
-        "source": step.source, "group": step.group, "what": step.what, "model": step.model, "gpu": step.gpu,
-        "tp": step.tp, "part": step.part, "chunks": chunk_text(shape.chunks), "decodes": shape.decodes,
-        "context_total": shape.decode_context_total, "context_max": shape.decode_context_max,
-        "sampled": shape.sampled, "measured_ms": step.measured_ms,
-    }  # fmt: skip
+        "source": step.source,
+        "group": step.group,
+        "what": step.what,
+        "model": step.model,
+        "gpu": step.gpu,
+        "tp": step.tp,
+        "part": step.part,
+        "chunks": chunk_text(shape.chunks),
+        "decodes": shape.decodes,
+        "context_total": shape.decode_context_total,
+        "context_max": shape.decode_context_max,
+        "sampled": shape.sampled,
+        "measured_ms": step.measured_ms,
+    }
 
 
 def originals(source: Path) -> None:

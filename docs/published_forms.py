@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from policies.batch import BatchShape
-from profiler.published import PublishedStep
+from policies.work.batch import BatchShape
+from profiler.measurements.published_steps import PublishedStep
 
 
 def published_steps(folder: Path) -> list[PublishedStep]:
@@ -123,7 +123,7 @@ def _vidur(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
 def _distserve(rows: Iterator[Mapping[str, str]]) -> list[PublishedStep]:
     """OPT models on A100s: lines that their authors fitted to step times of two systems, evaluated at prompts and
     batches of the sizes that their profiler visited. Decodes: one line up to the batch threshold, another beyond."""
-    from profiler.importers.distserve import BATCHES, CONTEXTS, PROMPTS
+    from profiler.measurements.importers.distserve import BATCHES, CONTEXTS, PROMPTS
 
     steps = []
     for row in rows:

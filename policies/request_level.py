@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from policies.cohort import Cohort
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import NS_PER_S, Ns
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.cohort import Cohort
+from policies.work.request import NS_PER_S, Ns
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class RequestLevel(Policy):
     keep_finished: bool = knob(True, "finished rows keep their slot: executed as dummy rows until all are done")
     max_delay_s: float = knob(0.0, "how long the oldest request waits for its batch to fill, seconds", least=0)
     reserve: str = knob(
-        "limit", "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
+        "limit",
+        "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
         choices=("limit", "longest"),
-    )  # fmt: skip
+    )
 
     repeats: ClassVar[bool] = True
     keeps_running: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
-    from profiler.profile import Profile
+    from profiler.measurements.profile import Profile
 
 FACTS = Path(__file__).parent / "data" / "facts"
 PROFILES = FACTS / "profiles"
@@ -28,7 +28,7 @@ def carried_profiles() -> list[str]:
 
 def carried_profile(name: str) -> Profile:
     """The whole public profile behind a fit that ships, e.g. "h100" or "rtx4090_llama-3.1-8b"; or ProfileError."""
-    from profiler.profile import read_profile
+    from profiler.measurements.profile import read_profile
 
     if name not in carried_profiles():
         raise ProfileError(f"profile {name!r}: not carried, expected one of {', '.join(carried_profiles())}")

@@ -10,22 +10,27 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import build
-from experiments.coverage import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
+from experiments.coverage.of_intervals import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
 from experiments.errors import ExperimentError
 from profiler.facts import carried_profile
-from profiler.profile import Profile, make_profile, write_profile
+from profiler.measurements.profile import Profile, make_profile, write_profile
 
 
 def gemms_and_decodes() -> Profile:
     rows = [128, 256, 1024, 4096, 8192, 16384]
     gemms = [{"operator": "qkv", "rows": count, "n": 64, "k": 64} for count in rows]
     attention = [
-        {"operator": "attention", "decodes": decodes, "decode_context_total": decodes * context,
-         "decode_context_max": context, "chunks": chunk}
+        {
+            "operator": "attention",
+            "decodes": decodes,
+            "decode_context_total": decodes * context,
+            "decode_context_max": context,
+            "chunks": chunk,
+        }
         for decodes in (1, 20, 40, 80)
         for context in (1024, 4096, 16384, 32768, 65536, 131072)
         for chunk in ("", "64:0", "512:0", "2048:0", "4096:0")
-    ]  # fmt: skip
+    ]
     return make_profile(pd.DataFrame(gemms + attention).assign(device="a gpu", median_s=1e-3), {})
 
 
@@ -94,7 +99,9 @@ def test_the_command_says_of_every_axis_and_half_what_held(tmp_path: Path) -> No
     chunks = [f"{tokens}:{prefix}" for tokens in (16, 64, 256, 1024) for prefix in (0, 512, 2048, 8192)]
     grid = table["chunks"].isin(["", *chunks]) & table["decodes"].isin([0, 1, 4, 16, 64, 128])
     card = tmp_path / "card.parquet"
-    write_profile(Profile(table[(table["operator"] != "attention") | grid].reset_index(drop=True), whole.provenance), card)
+    write_profile(
+        Profile(table[(table["operator"] != "attention") | grid].reset_index(drop=True), whole.provenance), card
+    )
     options = [
         "coverage",
         "--profile",

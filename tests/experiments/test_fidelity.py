@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
-from experiments.fidelity import Bench, Variant, latencies_of, make_bench, over_time, statistics
-from experiments.known_steps import by_size, decode_seconds, known_stretches, level_us
-from experiments.vllm_run import VllmRun, read_vllm_run
+from experiments.vllm.fidelity import Bench, Variant, latencies_of, make_bench, over_time, statistics
+from experiments.vllm.recorded_run import VllmRun, read_vllm_run
+from experiments.vllm.steps_from_request_times import by_size, decode_seconds, known_stretches, level_us
 from profiler.facts import VLLM_RUNS
 from simulator import replay
 from tests.shared_data import ORIGINALS, shared
@@ -103,7 +103,11 @@ def test_an_original_run_is_the_carried_one() -> None:
 def test_whole_original_runs_are_the_carried_ones(name: str) -> None:
     original, carried = read_vllm_run(shared(f"traces/vllm_runs/{name}")), read_vllm_run(VLLM_RUNS / name)
     assert carried.settings() == original.settings()
-    assert (carried.gpu, carried.largest_graph, carried.version) == (original.gpu, original.largest_graph, original.version)
+    assert (carried.gpu, carried.largest_graph, carried.version) == (
+        original.gpu,
+        original.largest_graph,
+        original.version,
+    )
     assert all((carried.latencies[key] == values).all() for key, values in original.latencies.items())
 
 
@@ -116,7 +120,9 @@ def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None
     shutil.copytree(ORIGINAL, tmp_path / "somewhere/mine")
     with pytest.raises(ExperimentError, match="names no GPU, nor do the folders around it: name it with --gpu"):
         make_bench(tmp_path / "somewhere/mine")
-    beside = make_bench(tmp_path / "somewhere/mine", profile=ORIGINALS / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B")
+    beside = make_bench(
+        tmp_path / "somewhere/mine", profile=ORIGINALS / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B"
+    )
     assert beside.hardware.name == "rtxpro6000"
     path = tmp_path / "somewhere/mine/requests.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -128,9 +134,14 @@ def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None
 
 def test_an_answer_of_one_token_has_no_time_per_output_token() -> None:
     requests = pd.DataFrame(
-        {"queued_s": [0.0, 0.0, 1.0], "first_s": [1.0, 1.0, 1.5], "last_s": [1.0, 3.0, 1.6], "prompt": [100] * 3,
-         "output": [1, 11, 2]}
-    )  # fmt: skip
+        {
+            "queued_s": [0.0, 0.0, 1.0],
+            "first_s": [1.0, 1.0, 1.5],
+            "last_s": [1.0, 3.0, 1.6],
+            "prompt": [100] * 3,
+            "output": [1, 11, 2],
+        }
+    )
     measured = VllmRun(Path("."), {}, requests, pd.DataFrame()).latencies
     assert measured["tpot"] == pytest.approx([0.2, 0.1])
     assert measured["e2e"] == pytest.approx([1.0, 3.0, 0.6])

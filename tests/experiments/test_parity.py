@@ -7,9 +7,9 @@ import json
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.parity import compare_with_vllm
+from experiments.vllm.parity import compare_with_vllm
 from profiler.facts import STEP_LOGS
-from profiler.parquet import log_rows
+from profiler.measurements.bounded_parquet import log_rows
 from tests.shared_data import ORIGINALS
 
 LOGS = [
@@ -23,9 +23,12 @@ LOGS = [
 @pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS, ids=[log[0] for log in LOGS])
 def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engine):
     result = compare_with_vllm(
-        STEP_LOGS / f"steps_{name}.parquet", STEP_LOGS / f"reqs_{name}.parquet",
-        token_budget=512, max_num_seqs=64, **engine,
-    )  # fmt: skip
+        STEP_LOGS / f"steps_{name}.parquet",
+        STEP_LOGS / f"reqs_{name}.parquet",
+        token_budget=512,
+        max_num_seqs=64,
+        **engine,
+    )
     assert result.divergence is None
     assert (result.steps, result.matched, result.preemptions) == (steps, steps, preemptions)
     assert result.free_blocks_checked == steps
@@ -34,9 +37,15 @@ def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engi
 def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
     """0.19 put every freed block at the tail; the log of 0.32 tells the two apart at step 272."""
     result = compare_with_vllm(
-        STEP_LOGS / "steps_preempt_cache_b512_k250.parquet", STEP_LOGS / "reqs_preempt_cache_b512_k250.parquet",
-        token_budget=512, max_num_seqs=64, num_blocks=250, block_size=32, prefix_caching=True, free_order="0.19",
-    )  # fmt: skip
+        STEP_LOGS / "steps_preempt_cache_b512_k250.parquet",
+        STEP_LOGS / "reqs_preempt_cache_b512_k250.parquet",
+        token_budget=512,
+        max_num_seqs=64,
+        num_blocks=250,
+        block_size=32,
+        prefix_caching=True,
+        free_order="0.19",
+    )
     assert result.divergence is not None
     assert result.divergence["step"] == 272
 
@@ -99,7 +108,12 @@ def test_a_log_with_a_wrong_value_is_named_with_its_line(tmp_path, steps, reques
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "found no rows"), ("{\n", "line 1: cannot be read as JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],
+    [
+        ("", "found no rows"),
+        ("{\n", "line 1: cannot be read as JSON"),
+        ('{"t": 1}\n', "line 1: found no reqs"),
+        ("3\n", "line 1"),
+    ],
 )
 def test_a_broken_log_is_named_with_its_line(tmp_path, text, message):
     steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"

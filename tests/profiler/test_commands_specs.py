@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.published import predicted_ms, published_steps
+from profiler.measurements.published_steps import predicted_ms, published_steps
 
 
 def profiler(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +53,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says:
 
 
 def test_constants_lie_near_what_kernels_reach_on_three_gpus() -> None:
-    from profiler.kernel_rates import gemm_errors, kernel_profiles, kernel_rates
+    from profiler.measurements.kernel_rates import gemm_errors, kernel_profiles, kernel_rates
 
     profiles = kernel_profiles()
     for row in kernel_rates(profiles):

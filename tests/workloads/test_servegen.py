@@ -8,7 +8,7 @@ import pytest
 
 from tests.shared_data import ORIGINALS
 from workloads import TraceError, read_trace
-from workloads.servegen import Client, arrival_times_s, read_client
+from workloads.reading.servegen import Client, arrival_times_s, read_client
 
 SERVEGEN = ORIGINALS / "traces/servegen_r1"
 """Two clients, three hours of their day (from 17:00)."""
