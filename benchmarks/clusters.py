@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from metrics import Recorder
-from profiler.facts import TRACES
+from profiler.measurements.facts import TRACES
 from simulator.config import ReplayConfig
 from simulator.simulation import make_cluster_plan, simulate
 from workloads import Trace, generate, read_trace

@@ -32,7 +32,7 @@ from metrics import Recorder, summarise
 from policies import make_policy
 from policies.edges.compiling import how_built
 from profiler import load_cost_model
-from profiler.facts import TRACES
+from profiler.measurements.facts import TRACES
 from simulator.config import ReplayConfig
 from simulator.simulation import Engine, make_engine, simulate
 from workloads import Trace, generate, read_trace

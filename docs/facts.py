@@ -238,6 +238,8 @@ def originals(source: Path) -> None:
         source / "groundtruth/splitwise_a100_repeats.csv",
         "model == 'llama2-70b' and tensor_parallel == 2 and prompt_size <= 512 and batch_size == 1",
     )
+    some_columns(source / "hardware.csv", HARDWARE)
+    some_columns(source / "model_shapes.csv", SHAPES)
     for client in ("chunk-1", "chunk-11"):
         servegen_client(traces / "servegen_r1", client)
     grid = "prefill_chunk in (0, 16, 512) and kv_prefill in (0, 2048) and n_decode in (0, 1, 2, 16, 64)"
@@ -263,6 +265,13 @@ def originals(source: Path) -> None:
     some_rows(a100 / "custom_allreduce_perf.parquet", "message_size > 0")
 
 
+HARDWARE = (
+    "gpu", "bf16_dense_tflops", "memory_bw_GBps", "capacity_GB_nominal", "gpu_link_GBps_bidirectional",
+)  # fmt: skip
+SHAPES = (
+    "model", "layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_position",
+    "sliding_window", "params_computed", "kv_bytes_per_token_16bit",
+)  # fmt: skip
 SOURCE = Path()
 
 
@@ -288,6 +297,11 @@ def some_rows(path: Path, condition: str, every: int = 1) -> None:
     numbers = pd.read_csv(path)
     kept = table.loc[numbers.query(condition).index[::every]]
     kept.to_csv(out, index=False, lineterminator="\n")
+
+
+def some_columns(path: Path, columns: tuple[str, ...]) -> None:
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    table[list(columns)].to_csv(_out(path), index=False, lineterminator="\n")
 
 
 HOURS = (61_200, 72_000)

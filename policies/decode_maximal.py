@@ -43,6 +43,9 @@ class DecodeMaximal(Policy):
         if decode_beside_a_prompt(queues, draft, kv, host):
             prefill_beside_decodes(queues, draft, kv, host, self.chunk_size, self.align)
 
+    def reserves(self, track: Track, kv: KVView) -> int:
+        return slot_tokens(track, kv)
+
     def default_max_num_seqs(self) -> int | None:
         return None
 

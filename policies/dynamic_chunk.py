@@ -14,6 +14,7 @@ from policies.decode_maximal import (
     chunk_beside_decodes,
     decode_beside_a_prompt,
     prefill_beside_decodes,
+    slot_tokens,
     slots_of_batch,
 )
 from policies.kv_memory.ledger import KVView
@@ -120,6 +121,9 @@ class DynamicChunk(Policy):
         if self.rule == "pd_ratio":
             return max(self.large, self.middle, self.small)
         return self.first if self.rule == "prefix_aware" else self.largest
+
+    def reserves(self, track: Track, kv: KVView) -> int:
+        return slot_tokens(track, kv)
 
     def default_max_num_seqs(self) -> int | None:
         return None

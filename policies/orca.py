@@ -11,6 +11,7 @@ from policies.contract.policy import MemoryRule, Policy, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Orca(Policy):
         while left > 0 and queues.waiting:
             head = queues.waiting[0]
             whole = draft.to_prefill(head)
-            limit = head.request.prompt_tokens + head.request.max_output_tokens
-            reserve = max(limit, kv.longest) if self.reserve == "longest" else limit
-            if whole > draft.budget_left or not draft.admit(head, whole, reserve=reserve):
+            if whole > draft.budget_left or not draft.admit(head, whole, reserve=self.reserves(head, kv)):
                 return
             left -= 1
+
+    def reserves(self, track: Track, kv: KVView) -> int:
+        limit = track.request.prompt_tokens + track.request.max_output_tokens
+        return max(limit, kv.longest) if self.reserve == "longest" else limit
 
     def default_max_num_seqs(self) -> int | None:
         return None

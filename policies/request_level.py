@@ -13,6 +13,7 @@ from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
 from policies.work.request import NS_PER_S, Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,17 @@ class RequestLevel(Policy):
         for _ in range(-(-ready // micro_batches)):
             head = queues.waiting[0]
             whole = draft.to_prefill(head)
-            limit = head.request.prompt_tokens + head.request.max_output_tokens
-            reserve = max(limit, kv.longest) if self.reserve == "longest" else limit
             fits = max(longest, whole) * (admitted + 1) <= budget
-            if not (fits and draft.admit(head, whole, reserve=reserve)):
+            if not (fits and draft.admit(head, whole, reserve=self.reserves(head, kv))):
                 break
             admitted += 1
             longest = max(longest, whole)
         draft.pad_to(longest * admitted)
         return admitted > 0
+
+    def reserves(self, track: Track, kv: KVView) -> int:
+        limit = track.request.prompt_tokens + track.request.max_output_tokens
+        return max(limit, kv.longest) if self.reserve == "longest" else limit
 
     def default_max_num_seqs(self) -> int | None:
         return None

@@ -70,9 +70,23 @@ def replay(
     if not len(trace):
         raise SimulationError(f"{trace.name}: found no requests, expected at least one")
     cluster_plan = plan or make_cluster_plan(config, trace, cost)
+    if config.reference:
+        return _replay_plainly(trace, cluster_plan)
     recorder = Recorder()
     cluster = simulate(trace, cluster_plan, recorder, progress)
-    return _finish(trace, cluster_plan, cluster, recorder)
+    return _finish(trace, cluster_plan, cluster.facts(), recorder.tables())
+
+
+def _replay_plainly(trace: Trace, plan: ClusterPlan) -> Run:
+    """The same run by the reference simulator, which shares nothing with `simulate` but what it is asked for."""
+    from simulator import reference
+
+    reference.refuse(plan)
+    cluster = reference.Cluster(trace, plan)
+    cluster.run()
+    if cluster.ended != len(trace):
+        raise SimulationError(f"{len(trace) - cluster.ended} requests never ended: the policy left them waiting")
+    return _finish(trace, plan, cluster.facts(plan), cluster.recording.tables())
 
 
 def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None) -> Cluster:
@@ -140,13 +154,12 @@ def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig
     return replace(config, **fields)
 
 
-def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorder) -> Run:
+def _finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunTables) -> Run:
     from metrics import summarise
     from metrics.measures.slo import parse_objectives
     from simulator.provenance import run_config
 
-    tables = recorder.tables()
-    tables.config = run_config(trace, plan, cluster.facts())
+    tables.config = run_config(trace, plan, facts)
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])

@@ -53,7 +53,7 @@ def coverage(
 ) -> None:
     """Leave half of a profile's structures out, and see whether 90 % intervals hold what the whole profile says."""
     from experiments.coverage.of_intervals import by_axis, by_statistic, measure_coverage, share_held
-    from profiler.facts import TRACES
+    from profiler.measurements.facts import TRACES
     from workloads import read_trace
 
     # Before minutes of fitting: a replay would say some of this only then.
@@ -101,7 +101,7 @@ def coverage(
 def _profile(name: str) -> tuple[Profile, str]:
     """The measurements, and the GPU's name in the hardware table."""
     from profiler.commands.profiles import gpu_name
-    from profiler.facts import carried_profile
+    from profiler.measurements.facts import carried_profile
     from profiler.measurements.importers import import_profile
     from profiler.measurements.profile import read_profile
 

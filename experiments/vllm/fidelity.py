@@ -16,7 +16,7 @@ import numpy as np
 from experiments.errors import ExperimentError
 from experiments.vllm.recorded_run import Column, VllmRun, read_vllm_run
 from metrics.measures.latencies import finished_latencies
-from profiler.facts import PROFILES
+from profiler.measurements.facts import PROFILES
 from profiler.operators.engine_terms import EngineTerms
 
 if TYPE_CHECKING:

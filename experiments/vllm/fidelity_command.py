@@ -34,7 +34,7 @@ def fidelity(
 ) -> None:
     """Mean and percentiles of TTFT, TPOT and E2E: simulated, measured, error. Nothing is fitted on the runs."""
     from experiments.vllm.fidelity import make_bench
-    from profiler.facts import VLLM_RUNS
+    from profiler.measurements.facts import VLLM_RUNS
 
     folders = run or sorted(path.parent for path in VLLM_RUNS.glob("*/*/requests.parquet"))
     reports = []

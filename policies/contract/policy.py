@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from policies.contract.queues import Queues
     from policies.kv_memory.ledger import KVView
     from policies.work.request import Ns
+    from policies.work.track import Track
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Policy:
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         """Ask the draft for the next batch. A pure function of its arguments, apart from what it asks for."""
         raise TypeError(f"{type(self).__name__} has no plan(): a policy defines one")
+
+    def reserves(self, track: Track, kv: KVView) -> int:
+        """Tokens whose KV blocks `plan` asks for when it admits `track`, where these are more than are known of it.
+
+        A request whose KV comes from a prefill pool is given so much room before the KV is sent.
+        """
+        return 0
 
     def default_token_budget(self, max_model_len: int) -> int | None:
         """Token budget where the user gives none; None for no limit beyond the policy's own knobs."""

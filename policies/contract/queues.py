@@ -130,10 +130,12 @@ class Queues:
             self._class_of(track).append(track)
 
     def enqueue_in_front(self, track: Track) -> None:
-        self.waiting.appendleft(track)
+        """In front of all but those who hold blocks already, because their KV was handed over: these need no more room,
+        and would only keep it from others."""
         self.changes += 1
+        _put_in(self.waiting, track)
         if self._by_class is not None:
-            self._class_of(track).appendleft(track)
+            _put_in(self._class_of(track), track)
 
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
@@ -157,6 +159,15 @@ class Queues:
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None
         return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
+
+
+def _put_in(queue: deque[Track], track: Track) -> None:
+    at = 0
+    for other in queue:
+        if not other.blocks:
+            break
+        at += 1
+    queue.insert(at, track)
 
 
 def _take_out(queue: deque[Track], track: Track) -> None:

@@ -3,8 +3,12 @@
 On the engine that computes the prompt a request added with `hands_over` ends with its first token, but keeps its
 blocks until they have been read (`release`). On the engine that decodes, a request is expected (`receive`), takes its
 blocks as soon as there is room (`reserve`), and joins the queue once its KV has arrived (`arrive`); it then lacks one
-token, as any decode does. Blocks that wait in the queue may be taken back if nothing else could run: KV is recomputed
-then.
+token, as any decode does.
+
+Free blocks go to the request that waits longest, as in vLLM, whose preempted requests stand at the front of the one
+queue: requests in the queue that hold no blocks (they were preempted) come before every request that is still expected.
+Requests whose KV lies here already come first of all, because they need no more room. Their blocks are taken back only
+if nothing runs and nothing else could; their KV is recomputed then.
 """
 
 from __future__ import annotations
@@ -61,21 +65,39 @@ class Handover:
         return track
 
     def reserve(self, track: Track) -> bool:
-        """Take the blocks of an expected request's KV and of its next token; False (and nothing taken) without room."""
+        """Take the blocks of an expected request's KV and of its next token, or of all that its policy reserves on
+        admission; False (and nothing taken) without room beside the requests that wait for blocks already."""
         scheduler = self._scheduler
         ledger = scheduler.ledger
-        needed = ledger.admission_blocks(track, track.computed, track.computed + 1)
-        if needed > ledger.free_blocks - scheduler.watermark_blocks:
+        tokens = self._tokens(track)
+        free = ledger.free_blocks - scheduler.watermark_blocks
+        free -= ledger.admission_blocks(track, track.computed, tokens)
+        if free < 0:
             return False
+        for waiting in scheduler.queues.waiting:
+            if not waiting.blocks:
+                free -= ledger.admission_blocks(waiting, ledger.cached_tokens(waiting), self._tokens(waiting))
+                if free < 0:
+                    return False
         ledger.admit(track, track.computed)
-        ledger.extend(track, track.computed + 1)
+        ledger.extend(track, tokens)
         return True
+
+    def _tokens(self, track: Track) -> int:
+        """Tokens whose blocks the policy will want when it admits a request."""
+        scheduler = self._scheduler
+        ledger = scheduler.ledger
+        reserved = scheduler.policy.reserves(track, ledger)
+        if ledger.blocks_for(reserved) > ledger.total_blocks - scheduler.watermark_blocks:
+            # More than the pool has: the policy will never admit it, which the queue finds out.
+            reserved = 0
+        return max(track.own_known, reserved)
 
     def arrive(self, track: Track) -> None:
         """The KV of an expected request is here: it may be planned."""
         del self.expected[track.request.id]
         track.status = "waiting"
-        self._scheduler.queues.enqueue(track)
+        self._scheduler.queues.enqueue_in_front(track)
 
     def reclaim(self) -> bool:
         """Take back the blocks of the last waiting request that holds some; False if none does."""

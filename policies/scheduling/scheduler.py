@@ -115,10 +115,10 @@ class Scheduler(Roster):
                 break
             self._stopped += draft.preempted
             if draft.preempted:
-                if not queues.num_running:
-                    # Who ran alone gave way to blocks of those who only wait, and would do so again.
-                    self.handover.reclaim()
-            elif queues.in_flight_batches or not queues.waiting or not self.handover.reclaim():
+                continue
+            if queues.in_flight_batches or not queues.waiting or draft.alarm_ns is not None:
+                break
+            if not self.handover.reclaim():
                 break
         self.alarm_ns = draft.alarm_ns
         self._only_now = draft.only_now

@@ -282,7 +282,7 @@ def rates(
     json: Json = False,
 ) -> None:
     """Shows where the roofline's constants come from: the share of peak that measured kernels reach, host time."""
-    from profiler.facts import STEP_LOGS
+    from profiler.measurements.facts import STEP_LOGS
     from profiler.measurements.kernel_rates import gemm_errors, host_rates, kernel_profiles, kernel_rates
 
     profiles = kernel_profiles(kernels)

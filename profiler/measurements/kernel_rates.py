@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from profiler.errors import ProfileError
-from profiler.facts import STEP_LOGS, carried_profile
 from profiler.measurements.bounded_parquet import log_rows
+from profiler.measurements.facts import STEP_LOGS, carried_profile
 from profiler.measurements.profile import Profile, parse_chunks
 from profiler.roofline.constants import RooflineConstants
 from profiler.roofline.gemm_time import gemm_ns

@@ -16,7 +16,7 @@ from policies.edges.input_file import read_text
 from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.facts import FACTS
+from profiler.measurements.facts import FACTS
 from profiler.measurements.profile import parse_chunks
 
 LINEAR_PARTS = ("qkv", "attention_out", "ffn_up", "ffn_down")

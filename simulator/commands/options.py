@@ -124,7 +124,11 @@ Seeds = Annotated[
 Preset = Annotated[
     str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
 ]
-NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one (the reference path).", ENGINE)]
+NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one.", ENGINE)]
+Reference = Annotated[
+    bool,
+    _option("--reference", "Run the readable reference simulator: slow, and the same in every nanosecond.", ENGINE),
+]
 
 OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]
 Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.", TRACE)]
@@ -145,6 +149,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "tp": (TP, 1),
     "max_model_len": (MaxModelLen, None),
     "plain": (NoLeaps, False),
+    "reference": (Reference, False),
     "block_size": (BlockSize, 16),
     "num_blocks": (NumBlocks, None),
     "gpu_memory_utilization": (Utilization, None),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from experiments.__main__ import build
 from experiments.coverage.of_intervals import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
 from experiments.errors import ExperimentError
-from profiler.facts import carried_profile
+from profiler.measurements.facts import carried_profile
 from profiler.measurements.profile import Profile, make_profile, write_profile
 
 

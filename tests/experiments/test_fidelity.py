@@ -17,7 +17,7 @@ from experiments.errors import ExperimentError
 from experiments.vllm.fidelity import Bench, Variant, latencies_of, make_bench, over_time, statistics
 from experiments.vllm.recorded_run import VllmRun, read_vllm_run
 from experiments.vllm.steps_from_request_times import by_size, decode_seconds, known_stretches, level_us
-from profiler.facts import VLLM_RUNS
+from profiler.measurements.facts import VLLM_RUNS
 from simulator import replay
 from tests.shared_data import ORIGINALS, shared
 from tests.simulator.constant_cost import ConstantCost, trace_of

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.errors import ExperimentError
 from experiments.vllm.parity import compare_with_vllm
-from profiler.facts import STEP_LOGS
 from profiler.measurements.bounded_parquet import log_rows
+from profiler.measurements.facts import STEP_LOGS
 from tests.shared_data import ORIGINALS
 
 LOGS = [

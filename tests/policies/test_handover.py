@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import pytest
 
-from policies import BlockLedger, CountingLedger, Host, PolicyError, Request, Scheduler, make_policy
+from policies import BlockLedger, CountingLedger, Host, Policy, PolicyError, Request, Scheduler, make_policy
 from policies.vllm_v1 import VllmV1
 
 BLOCK = 4
@@ -49,14 +50,25 @@ def test_a_queue_behind_held_blocks_waits_instead_of_being_rejected():
     assert finish(engine) == [1]
 
 
-@pytest.mark.parametrize("policy", ["chunked", "prefill_priority", "decode_maximal", "dynamic_chunk", "vllm_v1"])
+@pytest.mark.parametrize(
+    ("policy", "free"),
+    [
+        ("chunked", 17),
+        ("prefill_priority", 17),
+        ("vllm_v1", 17),
+        ("orca", 16),
+        ("decode_maximal", 4),
+        ("dynamic_chunk", 4),
+    ],
+)
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_received_request_goes_on_with_its_next_token(by_id, policy):
+def test_a_received_request_goes_on_with_its_next_token(by_id, policy, free):
+    """Its room is taken before its KV is sent: for 11 tokens, for its limit of 16, or for a slot of the longest, 64."""
     engine = scheduler(by_id=by_id, policy=policy)
     track = engine.handover.receive(Request(0, 0, 10, 6), 0, ends_after=4, computed=10, produced=1)
     assert engine.plan(0) is None, "its KV is not here"
     assert engine.handover.reserve(track)
-    assert engine.ledger.free_blocks == 17
+    assert engine.ledger.free_blocks == free
     engine.handover.arrive(track)
     batch = engine.plan(0)
     assert (batch.shape.chunks, batch.shape.sampled) == (((1, 10),), 1), "one token on top of ten handed over"
@@ -79,26 +91,90 @@ def test_no_blocks_are_reserved_where_there_is_no_room():
     assert engine.handover.reserve(second)
 
 
-def test_blocks_that_wait_in_the_queue_are_taken_back_when_nothing_else_could_run():
-    """The preempted head needs 6 blocks; the one behind it holds 3 of the 8 and recomputes them in the end."""
+def test_kv_that_lies_here_is_used_before_a_preempted_request_recomputes_its_own():
+    """The preempted request needs 6 blocks of 8; the one whose KV has arrived holds 3 and needs no more."""
     engine = scheduler(blocks=8)
-    engine.add(Request(0, 0, 20, 8), 0, ends_after=8)
+    engine.add(Request(0, 0, 16, 8), 0, ends_after=8)
     engine.complete(engine.plan(0), 10)
-    behind = engine.handover.receive(Request(1, 0, 10, 4), 10, ends_after=4, computed=10, produced=1)
-    assert engine.handover.reserve(behind)
-    engine.handover.arrive(behind)
-    engine.queues.waiting.clear()
-    engine.queues.waiting.append(behind)
+    arrived = engine.handover.receive(Request(1, 0, 10, 4), 10, ends_after=4, computed=10, produced=1)
+    assert engine.handover.reserve(arrived)
+    engine.handover.arrive(arrived)
     engine.stop(engine.tracks[0])
-    assert [track.request.id for track in engine.queues.waiting] == [0, 1]
-    assert finish(engine, 10) == [0, 1]
-    assert (behind.computed, behind.delivered, engine.ledger.free_blocks) == (0, 4, 8)
+    assert [track.request.id for track in engine.queues.waiting] == [1, 0]
+    assert finish(engine, 10) == [1, 0]
+    assert (arrived.computed, arrived.delivered, engine.ledger.free_blocks) == (10, 4, 8)
     assert (engine.queues.prefill_tokens, engine.queues.decode_tokens_promised) == (0, 0)
 
 
-def test_who_runs_alone_does_not_give_way_to_blocks_that_only_wait_for_ever():
+def test_free_blocks_are_kept_for_a_preempted_request_that_waits_longer():
+    """10 blocks: the preempted request needs 5, so that one expected request of 3 blocks finds room, a second does not
+    until the preempted one has ended."""
+    engine = scheduler(blocks=10)
+    engine.add(Request(0, 0, 16, 4), 0, ends_after=4)
+    engine.complete(engine.plan(0), 10)
+    engine.stop(engine.tracks[0])
+    first, second = (
+        engine.handover.receive(Request(number, 0, 10, 2), 10, ends_after=2, computed=10, produced=1)
+        for number in (1, 2)
+    )
+    assert engine.handover.reserve(first)
+    assert not engine.handover.reserve(second)
+    assert finish(engine, 10) == [0]
+    assert engine.handover.reserve(second)
+
+
+@dataclass(frozen=True)
+class Greedy(Policy):
+    """Admits with more blocks than it says that it will reserve."""
+
+    def plan(self, queues, draft, kv, host, now_ns):
+        draft.decode_all()
+        for track in list(queues.waiting):
+            draft.admit(track, track.lacking, reserve=24)
+
+
+def test_blocks_that_wait_in_the_queue_are_taken_back_when_nothing_else_could_run():
+    """Both hold 3 of 8 blocks and need 6: the later one gives its own back and recomputes."""
+    engine = Scheduler(Greedy(), CountingLedger(8, BLOCK, 64))
+    tracks = [
+        engine.handover.receive(Request(number, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+        for number in (0, 1)
+    ]
+    for track in tracks:
+        assert engine.handover.reserve(track)
+        engine.handover.arrive(track)
+    assert finish(engine, 10) == [0, 1]
+    assert [track.computed for track in tracks] == [10, 0]
+    assert engine.handover.gave_back
+    assert (engine.queues.prefill_tokens, engine.queues.decode_tokens_promised) == (0, 0)
+
+
+@dataclass(frozen=True)
+class Patient(Policy):
+    """Admits nobody before a moment that it names."""
+
+    def plan(self, queues, draft, kv, host, now_ns):
+        if now_ns < 100:
+            draft.wait_until(100)
+            return
+        draft.decode_all()
+        for track in list(queues.waiting):
+            draft.admit(track, track.lacking)
+
+
+def test_kv_is_not_taken_back_from_a_request_that_the_policy_means_to_start_later():
+    engine = Scheduler(Patient(), CountingLedger(8, BLOCK, 64))
+    track = engine.handover.receive(Request(0, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+    assert engine.handover.reserve(track)
+    engine.handover.arrive(track)
+    assert engine.plan(0) is None
+    assert (track.computed, engine.alarm_ns) == (10, 100)
+    assert finish(engine, 100) == [0]
+
+
+def test_a_request_that_runs_alone_gives_way_to_kv_that_lies_here_instead_of_dropping_its_tokens_for_ever():
     """Planned ahead and with its own blocks found again, request 0 would be preempted and admitted in every plan, its
-    token in flight dropped each time: the two behind it hold the last 6 of 12 blocks."""
+    token in flight dropped each time: the two behind it hold the last 6 of 12 blocks. They go first."""
     policy = VllmV1(prefix_caching=True, async_scheduling=True, reserve_full=False)
     host = Host(chase_chunks=True, chase_decodes=True)
     engine = Scheduler(policy, BlockLedger(12, BLOCK, 64, prefix_caching=True), host, token_budget=64)
@@ -116,7 +192,7 @@ def test_who_runs_alone_does_not_give_way_to_blocks_that_only_wait_for_ever():
         if not flight:
             break
         done += [track.request.id for track in engine.complete(flight.popleft(), now + 9).finished]
-    assert done == [0, 1, 2]
+    assert done == [1, 2, 0]
     assert (engine.ledger.free_blocks, engine.queues.num_running) == (12, 0)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.facts import VLLM_RUNS
+from profiler.measurements.facts import VLLM_RUNS
 from profiler.specs.hardware import load_hardware
 from profiler.specs.memory_plan import num_blocks, plan_memory, slots
 from profiler.specs.model_config import load_model_spec

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from profiler.__main__ import build
-from profiler.facts import STEP_LOGS, carried_profile
 from profiler.judging.holdout import held_out, summary
+from profiler.measurements.facts import STEP_LOGS, carried_profile
 from profiler.measurements.profile import Profile
 from profiler.operators.fitting.error_factors import factors, half_widths
 from profiler.operators.fitting.folds import folds

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.facts import carried_profile
 from profiler.load import load_cost_model
+from profiler.measurements.facts import carried_profile
 from profiler.operators.compose import compose
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel, find_fitted

@@ -11,7 +11,7 @@ import pytest
 
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.facts import carried_profile, carried_profiles
+from profiler.measurements.facts import carried_profile, carried_profiles
 from profiler.measurements.importers import import_profile
 from profiler.measurements.profile import Profile
 from profiler.operators.compose import compose

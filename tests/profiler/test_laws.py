@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiler.facts import carried_profile
+from profiler.measurements.facts import carried_profile
 from profiler.operators.attention_cells import Axis, evaluated, polynomials
 from profiler.operators.fitting.attention_fit import AttentionFit, fit_attention
 from profiler.operators.fitting.tabled_mixed import tabled

@@ -22,7 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chunked": {"policy": "chunked", "chunk_size": 1536},
 }
 ARTIFACT_NAME = {"prefill_priority": "vllm", "chunked": "sarathi_1536"}
-ARTIFACT = Path(__file__).resolve().parents[3] / "shared/data/groundtruth/sarathiserve_fig1a_output_tokens_vs_time.csv"
+ARTIFACT = Path(__file__).resolve().parents[4] / "shared/data/groundtruth/sarathiserve_fig1a_output_tokens_vs_time.csv"
 LOADS = (0.55, 0.7, 1.0)
 
 

@@ -14,7 +14,7 @@ from profiler.errors import ProfileError
 if TYPE_CHECKING:
     from profiler.measurements.profile import Profile
 
-FACTS = Path(__file__).parent / "data" / "facts"
+FACTS = Path(__file__).parents[1] / "data" / "facts"
 PROFILES = FACTS / "profiles"
 VLLM_RUNS = FACTS / "vllm_runs"
 STEP_LOGS = FACTS / "vllm_cpu_steps"
