@@ -145,6 +145,8 @@ def replay_command(
             )
     run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
     run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
+    if Path(settings.model).exists():
+        run.config["live"]["model"] = str(Path(settings.model).resolve())
     if out is not None:
         from metrics.run_folder.folder import replaced
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.errors import ExperimentError
+from policies.edges.distinct_names import distinct_names, file_forms
 
 if TYPE_CHECKING:
     from profiler.measurements.profile import Profile
@@ -67,9 +68,11 @@ def coverage(
         raise ExperimentError(f"--limit: found {limit}, expected at least 1 request of each trace")
     if not 0 < rate_scale < float("inf"):
         raise ExperimentError(f"--rate-scale: found {rate_scale}, expected a number above 0")
-    workloads = {path.stem: read_trace(path).head(limit) for path in trace or TRACES}
+    traces = trace or TRACES
+    names = distinct_names([str(path) for path in traces], file_forms)
+    workloads = {name: read_trace(path).head(limit) for name, path in zip(names, traces)}
     reports = {}
-    for name in profile or ["rtx4090", "rtxpro6000"]:
+    for name in dict.fromkeys(profile or ["rtx4090", "rtxpro6000"]):
         measured, gpu = _profile(name)
         found = measure_coverage(
             measured,

@@ -59,11 +59,11 @@ def _changed(kind: str, base: str, changes: str) -> str:
             raise ExperimentError(f"{kind}.{name}: {outer} of {spec.name} is no table, expected {kind}.{outer}")
         facts[outer] = {**(facts[outer] or {}), inner: value} if inner else value
     facts.pop("name")
-    file = placed(f"{spec.name}-changed.toml", _toml(facts).encode())
+    file = placed(f"{spec.name}-changed.toml", facts_as_toml(facts).encode())
     return base if replace(load(file), name=spec.name) == spec else file
 
 
-def _toml(facts: Mapping[str, Any]) -> str:
+def facts_as_toml(facts: Mapping[str, Any]) -> str:
     """A flat table as TOML; None means that the key is absent."""
     return "".join(f"{name} = {_value(value)}\n" for name, value in facts.items() if value is not None)
 

@@ -13,6 +13,7 @@ from experiments.validation.comparing.settings import Settings
 from experiments.validation.comparing.statistics import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
 from experiments.validation.pages.report import MARKS, in_short, ranked_as_told, trust, write_report
 from experiments.validation.stages import Validation
+from policies.edges.distinct_names import distinct_names, file_forms, folder_names
 
 if TYPE_CHECKING:
     from experiments.validation.comparing.result import Result
@@ -40,10 +41,13 @@ class ModelShare:
 
 
 def parts_of(base: Settings, traces: Sequence[Path], shares: Sequence[ModelShare]) -> list[Part]:
-    """Every model with every trace; the quick ones first."""
+    """Every model with every trace; the quick ones first. Their names are folders within the one of the whole."""
+    models = distinct_names([share.model for share in shares])
+    days = distinct_names([str(trace) for trace in traces], file_forms)
+    names = iter(folder_names([f"{model}-{day}" for model in models for day in days]))
     return [
         Part(
-            f"{share.model}-{trace.name.partition('.')[0]}",
+            next(names),
             replace(
                 base,
                 trace=str(trace),

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from policies.edges.distinct_names import distinct_names, folder_names
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
 from simulator.commands.printing import (
     Progress,
     can_report,
-    folder_name,
     list_pages,
     print_advice,
     print_intervals,
@@ -115,7 +115,8 @@ def compare_command(
     if seeds > 1:
         if out is not None or figures or report is not None:
             raise SimulationError("--seeds compares draws and keeps no run: no --out, --figures or --report beside it")
-        _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
+        by_label = dict(zip(distinct_names(names), _one_each(settings, names)))
+        _compare_draws(trace, by_label, reading, seeds, as_json)
         return
     can_report(report)
     runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
@@ -251,9 +252,11 @@ def _replay_all(
     from metrics.run_folder.folder import check_run_place, replaced
     from simulator.simulation import make_cluster_plan, replay
 
-    if out is not None:
-        for config in settings:
-            check_run_place(out if one_folder else out / folder_name(config.policy))
+    labels = distinct_names([config.policy for config in settings])
+    places = [out] if one_folder else [out and out / name for name in folder_names(labels)]
+    for place in places:
+        if place is not None:
+            check_run_place(place)
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
@@ -261,15 +264,14 @@ def _replay_all(
     _say_notes(trace, settings, quiet)
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
-        for config in settings:
-            run = replay(trace, config, progress=start(config.policy, len(trace)))
+        for config, label, place in zip(settings, labels, places):
+            run = replay(trace, config, progress=start(label, len(trace)))
             run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
-            if out is not None:
-                place = out if one_folder else out / folder_name(config.policy)
+            if place is not None:
                 if not quiet and (note := replaced(place, run.config)):
                     print(f"note: {note}", file=sys.stderr)
                 run.write(place)
-            runs[config.policy] = run
+            runs[label] = run
     return runs
 
 

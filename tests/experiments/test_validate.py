@@ -28,12 +28,19 @@ from experiments.validation.comparing.statistics import (
     pooled_error,
     rank,
 )
+from experiments.validation.existing_runs import validate_against
 from experiments.validation.pages.interactive_report import write_explorable
 from experiments.validation.pages.report import aims_in_short, gauge_in_short, write_report
 from experiments.validation.stages import Validation
 from policies import Policy
+from policies.edges.distinct_names import folder_name
 from workloads import Trace, write_trace
 
+NANO = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 192, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192,
+    "max_position_embeddings": 32768, "torch_dtype": "float32", "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")
 
 
@@ -64,9 +71,22 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
         ensemble=2,
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=6, token_budget=256),
     )
+    # A folder called like a model of the table, which it is not: its shape is simulated, not its name looked up.
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NANO))
+    settings = replace(settings, engine=replace(settings.engine, model=str(folder)))
     out = tmp_path / "out"
     said: list[str] = []
     result = Validation(settings, out, say=said.append).run()
+    at = settings.loads[0], POLICIES[0]
+    assert result.simulated[at].config["model"] == str(out / "model" / "llama-3.1-8b.toml")
+    assert result.simulated[at].config["model_flops"] == result.live[at][0].config["model_flops"]
+    live = out / "load-0.6" / "live" / f"{folder_name(POLICIES[0])}-1"
+    against = validate_against(
+        [live], cost_model=str(out / "model.json"), gpu=None, model=None, options={}, say=said.append
+    )
+    assert all(isinstance(fed, Fed) and fed.exact for fed in against.fed.values())
     assert len(result.agreements) == len(POLICIES)
     for name, found in result.agreements.items():
         assert found.exact, (name, found.divergence)

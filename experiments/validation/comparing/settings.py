@@ -45,7 +45,7 @@ class Settings:
         if not self.policies:
             raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
         for name, given in (("--policies", self.policies), ("--load", self.loads)):
-            if len(set(given)) < len(given):
+            if len({each.strip() if isinstance(each, str) else each for each in given}) < len(given):
                 raise ExperimentError(f"{name}: found one twice, expected each once")
         if not 0 <= self.rows[0] < self.rows[1]:
             raise ExperimentError(
