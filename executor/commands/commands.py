@@ -18,6 +18,7 @@ from executor.errors import ExecutorError
 from executor.machine.threads import set_threads
 from executor.serving.journal import Journal
 from policies.edges.command_line import knob_flags, refuse_flags
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import knobs_of, policy_class
@@ -92,6 +93,7 @@ def replay_command(
     slo: o.Slo = None,
     out: o.Out = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
@@ -116,6 +118,11 @@ def replay_command(
 
         serve_if_not_rank_0()
     _refuse_early(settings, out)
+    # By names that mean the same from everywhere.
+    named = {**settings.as_dict(), "trace": _full_name(trace or reading["trace"]), "model": _full_name(settings.model)}
+    if config is not None and not anyway:
+        _refuse_other_inputs(config, named)
+    inputs = digests_of(named)
     requests = _read_trace(trace or reading["trace"], reading, settings.seed)
     from metrics.measures.slo import doubtful_bounds
 
@@ -145,8 +152,10 @@ def replay_command(
             )
     run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
     run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
-    if Path(settings.model).exists():
-        run.config["live"]["model"] = str(Path(settings.model).resolve())
+    if changed := changed_inputs(inputs, digests_of(named)):
+        print(f"note: inputs changed while the run went on: {', '.join(changed)}", file=sys.stderr)
+    run.config["inputs"] = inputs
+    run.config["live"]["model"] = named["model"]
     if out is not None:
         from metrics.run_folder.folder import replaced
 
@@ -321,6 +330,20 @@ def _config_file(path: Path) -> dict[str, Any]:
         raise ExecutorError(f"{path}: found no table of settings")
     told = partial(print, "note:", file=sys.stderr)
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
+
+
+def _full_name(name: Any) -> str | None:
+    """A file or folder by its whole path, any other name as it is."""
+    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+
+
+def _refuse_other_inputs(path: Path, settings: Mapping[str, Any]) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], ExecutorError)
 
 
 def _print_run(run: Any, out: Path | None, as_json: bool) -> None:

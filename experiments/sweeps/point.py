@@ -11,6 +11,7 @@ from typing import Any
 from experiments.errors import ExperimentError
 from experiments.running.task_runners import placed
 from experiments.running.workload import load_workload
+from policies.edges.input_digests import digests_of
 
 FACTS = ("num_blocks", "max_model_len", "slots", "cost_kind")
 """What a row takes from the run's config beside its summary."""
@@ -34,12 +35,14 @@ def replay_config(task: Mapping[str, Any]) -> Any:
     for kind, key in (("model", "model"), ("hardware", "gpu")):
         if changes := task.get(kind):
             base = values.get(key, ReplayConfig.__dataclass_fields__[key].default)
-            values[key] = _changed(kind, str(base), json.dumps(changes, sort_keys=True))
+            values[key] = _changed(
+                kind, str(base), json.dumps(changes, sort_keys=True), tuple(digests_of(str(base)).items())
+            )
     return ReplayConfig.from_dict(values)
 
 
 @lru_cache(maxsize=256)
-def _changed(kind: str, base: str, changes: str) -> str:
+def _changed(kind: str, base: str, changes: str, inputs: tuple[tuple[str, str], ...]) -> str:
     """A TOML file of the base with some facts changed; under another name, so that no fitted model is taken for it.
 
     Facts that equal the base's own change nothing: a grid through the datasheet's value keeps the fitted costs there.

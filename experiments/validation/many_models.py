@@ -61,7 +61,9 @@ def parts_of(base: Settings, traces: Sequence[Path], shares: Sequence[ModelShare
     ]
 
 
-def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -> list[tuple[Part, Result]]:
+def validate_all(
+    parts: Sequence[Part], out: Path, say: Callable[[str], None], *, anyway: bool = False
+) -> list[tuple[Part, Result]]:
     """Each part in its own folder; what is done is not done again. The overall report is written after every part, so
     that an interrupted run leaves one too."""
     done: list[tuple[Part, Result]] = []
@@ -70,7 +72,7 @@ def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -
         def say_part(text: str, number: int = number, part: Part = part) -> None:
             say(f"[{number + 1} of {len(parts)}, {part.name}] {text}")
 
-        result = Validation(part.settings, out / part.name, say=say_part).run()
+        result = Validation(part.settings, out / part.name, anyway=anyway, say=say_part).run()
         write_report(result, out / part.name)
         done.append((part, result))
         write_overall(done, out, len(parts))

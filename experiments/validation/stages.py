@@ -47,7 +47,13 @@ class Validation:
     """The stages of one validation, in order; `run` goes through all of them."""
 
     def __init__(
-        self, settings: Settings, out: Path, *, profile: Path | None = None, say: Say = lambda text: None
+        self,
+        settings: Settings,
+        out: Path,
+        *,
+        profile: Path | None = None,
+        anyway: bool = False,
+        say: Say = lambda text: None,
     ) -> None:
         self.settings, self.out, self.say = settings, Path(out), say
         self.policies = [PolicyChoice.parse(text) for text in settings.policies]
@@ -60,7 +66,7 @@ class Validation:
         self.live_side = LiveSide(settings.engine, longest)
         if profile is not None and settings.engine.is_sharded:
             raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
-        claim_folder(self.out, settings, profile)
+        claim_folder(self.out, settings, profile, anyway)
 
     def run(self) -> Result:
         """Every stage that is not done yet, then the comparison."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from policies.edges.distinct_names import distinct_names, folder_names
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
 from simulator.commands.printing import (
@@ -61,11 +62,12 @@ def replay_command(
     timeline: o.Timeline = None,
     follow: o.Follow = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     if (timeline or figures) and out is None:
         raise SimulationError("--timeline and --figures: say where with --out")
     can_report(report)
@@ -102,11 +104,12 @@ def compare_command(
     figures: o.Figures = False,
     report: o.Report = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under several policies and compare them in one table."""
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     names = [name.strip() for name in policies.split(",")] if policies else list(BUILT_IN)
     if len(set(names)) != len(names) or not all(names):
         raise SimulationError(f"--policies: found {policies!r}, expected different names separated by commas")
@@ -132,13 +135,14 @@ def advise_command(
     preset: o.Preset = None,
     out: o.Out = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Which policy and chunk size for this trace on this GPU, and why; with the matching vLLM flags."""
     from simulator.studies.advise import advise, draw_frontier, run_chosen
 
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     o.refuse_choices(ctx)
     if out is not None:
         from metrics.run_folder.folder import check_run_place
@@ -257,6 +261,8 @@ def _replay_all(
     for place in places:
         if place is not None:
             check_run_place(place)
+    named = [{**config.as_dict(), **_reading_fields(path, reading)} for config in settings]
+    inputs = digests_of(named)
     trace = o.read_options_trace(path, reading, settings[0].seed)
     for config in settings:
         # Every mistake in any of the configs shows before the first run has cost time.
@@ -267,6 +273,9 @@ def _replay_all(
         for config, label, place in zip(settings, labels, places):
             run = replay(trace, config, progress=start(label, len(trace)))
             run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
+            if changed := changed_inputs(inputs, digests_of(run.config["replay"])):
+                raise SimulationError(f"found inputs that changed while the run was made: {', '.join(changed)}")
+            run.config["inputs"] = digests_of(run.config["replay"])
             if place is not None:
                 if not quiet and (note := replaced(place, run.config)):
                     print(f"note: {note}", file=sys.stderr)

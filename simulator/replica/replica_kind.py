@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, largest_batch, make_policy, make_scheduler
+from policies.edges.input_digests import digest_of
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
 from profiler.specs.dtypes import dtype_bytes
@@ -121,12 +122,10 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
-    name, changed_ns = config.cost_model, 0
-    if name not in ("auto", "roofline") and (file := Path(name)).exists():
-        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
-    return _shared_cost(
-        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
-    )
+    name, content = config.cost_model, ""
+    if name not in ("auto", "roofline") and (file := Path(name)).is_file():
+        name, content = str(file.resolve()), digest_of(name)
+    return _shared_cost(model, gpu, name, content, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link)
 
 
 @lru_cache(maxsize=16)
@@ -134,7 +133,7 @@ def _shared_cost(
     model: ModelSpec,
     gpu: Hardware,
     cost_model: str,
-    changed_ns: int,
+    content: str,
     dtype: str,
     kv_dtype: str,
     tp: int,
@@ -144,7 +143,7 @@ def _shared_cost(
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
-    changed_ns: when the file that it is read from was written.
+    content: digest of the files that it is read from.
     """
     options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(

@@ -18,7 +18,7 @@ from experiments.validation.comparing.batch_agreement import agreement, schedule
 from experiments.validation.comparing.fed_with_measured_times import Fed, at_moments
 from experiments.validation.comparing.live_side import EngineChoice, PolicyChoice
 from experiments.validation.comparing.machine_drift import Probe, speed_around
-from experiments.validation.comparing.settings import Settings
+from experiments.validation.comparing.settings import Settings, claim_folder
 from experiments.validation.comparing.statistics import (
     OUTSIDE,
     WITHIN_AIM,
@@ -115,6 +115,24 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet")) == live
     with pytest.raises(ExperimentError, match="another loads"):
         Validation(replace(settings, loads=(0.9,)), out)
+
+
+def test_a_folder_knows_its_inputs_by_their_content(tmp_path: Path) -> None:
+    trace = small_trace(tmp_path)
+    policy = tmp_path / "my.py"
+    policy.write_text("import dataclasses\nfrom policies.chunked import Chunked\n\n\n@dataclasses.dataclass(frozen=True)\n"
+                      "class Mine(Chunked):\n    pass\n")  # fmt: skip
+    settings = Settings(trace=str(trace), policies=(f"{policy}:Mine:chunk_size=64", "orca"), rows=(0, 14))
+    claim_folder(tmp_path / "out", settings, None)
+    claim_folder(tmp_path / "out", replace(settings, repeats=9), None)
+    for file, more in ((trace, "9,9,9\n"), (policy, "# edited\n")):
+        before = file.read_text()
+        file.write_text(before + more)
+        with pytest.raises(ExperimentError, match=rf"other inputs: \S*{file.name} \(sha256 .* --anyway"):
+            claim_folder(tmp_path / "out", settings, None)
+        claim_folder(tmp_path / "out", settings, None, anyway=True)
+        file.write_text(before)
+    claim_folder(tmp_path / "out", settings, None)
 
 
 def test_a_live_run_is_rescaled_by_the_probes_on_its_two_sides() -> None:

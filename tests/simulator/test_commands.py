@@ -143,6 +143,25 @@ def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_fol
     assert read_config_file(Path("run.toml"))["trace"] == "mine.csv", "named alike from both"
 
 
+def test_a_run_is_not_made_again_from_files_that_have_changed(trace, tmp_path):
+    (tmp_path / "my.py").write_text(MINE.format(size=16))
+    done = simulator("replay", trace, "--policy", "my.py:Mine", "--out", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = ("replay", "--config", "one", "--out", "two")
+    assert simulator(*again, cwd=tmp_path).returncode == 0
+    (tmp_path / "my.py").write_text(MINE.format(size=64))
+    trace.write_text(GOOD + "9,9,9\n")
+    refused = simulator(*again, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "my.py (sha256" in refused.stderr
+    assert "trace.csv (sha256" in refused.stderr
+    assert simulator(*again, "--anyway", cwd=tmp_path).returncode == 0
+    (tmp_path / "other.csv").write_text(GOOD)  # another trace that is asked for by name is no change, the policy is
+    assert "trace" not in simulator("replay", "other.csv", *again[1:], cwd=tmp_path).stderr
+    other = simulator("replay", "other.csv", *again[1:], "--policy", "orca", cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+
+
 MINE = """
 import dataclasses
 from policies import Policy, knob
