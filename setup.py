@@ -25,7 +25,7 @@ if WANTED:
 
 def extensions() -> list:
     """The compiled modules."""
-    files = [name.replace(".", "/") + ".py" for name in runpy.run_path("policies/compiling.py")["HOT"]]
+    files = [name.replace(".", "/") + ".py" for name in runpy.run_path("policies/edges/compiling.py")["HOT"]]
     version = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
     modules = mypycify([version, "--follow-imports=silent", *files], opt_level="3", debug_level="0")
     if sys.platform != "win32":

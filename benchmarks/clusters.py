@@ -44,10 +44,15 @@ def measure(trace: Trace, **settings: Any) -> dict[str, Any]:
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     iterations = recorder.tables().rows("iterations")
     return {
-        "requests": len(trace), "replicas": len(cluster.replicas), "iterations": iterations, "wall_s": wall,
-        "cpu_s": cpu, "iterations_per_s": iterations / wall, "iterations_per_cpu_s": iterations / cpu,
+        "requests": len(trace),
+        "replicas": len(cluster.replicas),
+        "iterations": iterations,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "iterations_per_s": iterations / wall,
+        "iterations_per_cpu_s": iterations / cpu,
         "us_per_iteration": cpu / iterations * 1e6,
-    }  # fmt: skip
+    }
 
 
 def measure_pipeline(trace: Trace) -> dict[str, Any]:
@@ -60,25 +65,29 @@ def measure_replicas(trace: Trace, router: str = "least_outstanding_requests", r
     return measure(trace.scaled(replicas), policy="chunked", replicas=replicas, router=router)
 
 
-def measure_fleet(
-    replicas: int, router: str = "round_robin", each: int = 20, least: int = 4_000
-) -> dict[str, Any]:
+def measure_fleet(replicas: int, router: str = "round_robin", each: int = 20, least: int = 4_000) -> dict[str, Any]:
     """So many replicas at one replica's rate each, every one of which gets `each` requests: the same work per request
     however many replicas there are. Small fleets run several times, with other seeds, until `least` requests are done.
     """
     total = {"requests": 0, "iterations": 0, "cpu_s": 0.0, "wall_s": 0.0}
     for seed in range(max(1, least // (replicas * each))):
         trace = generate(
-            requests=replicas * each, arrivals=f"poisson:{5.53 * replicas}", prompt="lognormal:1020,1",
-            output="lognormal:129,1", seed=seed,
-        )  # fmt: skip
+            requests=replicas * each,
+            arrivals=f"poisson:{5.53 * replicas}",
+            prompt="lognormal:1020,1",
+            output="lognormal:129,1",
+            seed=seed,
+        )
         row = measure(trace, policy="chunked", replicas=replicas, router=router)
         for key in total:
             total[key] += row[key]
     return {
-        "replicas": replicas, "router": router, **total, "us_per_request": total["cpu_s"] / total["requests"] * 1e6,
+        "replicas": replicas,
+        "router": router,
+        **total,
+        "us_per_request": total["cpu_s"] / total["requests"] * 1e6,
         "us_per_iteration": total["cpu_s"] / total["iterations"] * 1e6,
-    }  # fmt: skip
+    }
 
 
 def measure_disaggregated(trace: Trace) -> dict[str, Any]:

@@ -14,14 +14,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.load import load_cost_model
-from profiler.shapes import ShapeColumns
+from profiler.specs.shape_columns import ShapeColumns
 
 KINDS = {
-    "decodes": (0, 0), "a chunk": (1, 1), "a chunk, decodes": (1, 1), "4 chunks": (4, 4), "4 chunks, decodes": (4, 4),
-    "8 chunks, decodes": (8, 8), "1 to 8 chunks, decodes": (1, 8),
-}  # fmt: skip
+    "decodes": (0, 0),
+    "a chunk": (1, 1),
+    "a chunk, decodes": (1, 1),
+    "4 chunks": (4, 4),
+    "4 chunks, decodes": (4, 4),
+    "8 chunks, decodes": (8, 8),
+    "1 to 8 chunks, decodes": (1, 8),
+}
 """Least and most chunks of each kind of batch."""
 MIXTURE = "all of these in turn"
 BATCHES, PASSES, TIMES = 4000, 7, 10

@@ -38,8 +38,8 @@ def ours(folder: Path, options: argparse.Namespace) -> Server:
     import numpy as np
     import torch
 
-    from executor.live import replay_live
-    from executor.loading import load_model
+    from executor.model.loading import load_model
+    from executor.serving.replay import replay_live
     from workloads.trace import Trace
 
     torch.set_num_threads(options.threads)
@@ -48,15 +48,26 @@ def ours(folder: Path, options: argparse.Namespace) -> Server:
     trace = Trace("mix", np.zeros(len(mix)), np.array(prompt), np.array(output), np.array(output))
     longest = max(p + o for p, o in zip(prompt, output))
     loaded = load_model(
-        str(folder), device="cpu", dtype=options.dtype, kernels=options.kernels, attention=options.attention,
-        max_tokens=longest, trim_last_layer=not options.whole_last_layer,
-    )  # fmt: skip
+        str(folder),
+        device="cpu",
+        dtype=options.dtype,
+        kernels=options.kernels,
+        attention=options.attention,
+        max_tokens=longest,
+        trim_last_layer=not options.whole_last_layer,
+    )
 
     def serve() -> dict[str, Any]:
         run = replay_live(
-            trace, loaded=loaded, policy="vllm_v1", token_budget=options.budget, max_num_seqs=64,
-            prompts=lambda row: np.asarray(mix[row][0], np.int64), as_fast_as_possible=True, ahead=options.ahead,
-        )  # fmt: skip
+            trace,
+            loaded=loaded,
+            policy="vllm_v1",
+            token_budget=options.budget,
+            max_num_seqs=64,
+            prompts=lambda row: np.asarray(mix[row][0], np.int64),
+            as_fast_as_possible=True,
+            ahead=options.ahead,
+        )
         steps = np.array(run.outcome.host_ns) / 1e3
         busy = sum(run.tables.column("iterations", "device_s"))
         return {
@@ -107,10 +118,18 @@ def vllm(folder: Path, options: argparse.Namespace) -> Server:
 
     mix = read_mix(folder)
     engine = LLM(
-        model=str(folder), skip_tokenizer_init=True, dtype=options.dtype, enforce_eager=True, max_num_seqs=64,
-        max_num_batched_tokens=options.budget, max_model_len=2048, enable_prefix_caching=False, block_size=128,
-        disable_log_stats=True, gpu_memory_utilization=0.3,
-    )  # fmt: skip
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        enforce_eager=True,
+        max_num_seqs=64,
+        max_num_batched_tokens=options.budget,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        block_size=128,
+        disable_log_stats=True,
+        gpu_memory_utilization=0.3,
+    )
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in mix]
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids, _ in mix]
 
@@ -229,8 +248,11 @@ def main() -> None:
         serve_orders(options.serve, options.folder, options)
         return
     engines = [name for name in options.engines.split(",") if name] or [
-        "ours", *(["vllm"] if options.vllm_python else []), "transformers-8", "transformers-1",
-    ]  # fmt: skip
+        "ours",
+        *(["vllm"] if options.vllm_python else []),
+        "transformers-8",
+        "transformers-1",
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         work = write_inputs(folder, options.model, options.limit)

@@ -37,7 +37,7 @@ def write_inputs(folder: Path, model: str, limit: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
-    from executor.weights import random_weights
+    from executor.model.weights import random_weights
     from profiler import load_model_spec
 
     spec = load_model_spec(model)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.clusters import measure_fleet, measure_pipeline
 from metrics import Recorder, summarise
 from policies import make_policy
-from policies.compiling import how_built
+from policies.edges.compiling import how_built
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
 from simulator.simulation import Engine, make_engine, simulate
@@ -40,9 +40,13 @@ SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure20
 VIDUR_SECONDS = 30.8
 """Vidur's time for the whole Azure conversation trace (Sarathi scheduler, chunk 512, PP1) on two such cores."""
 ROUTERS = (
-    "round_robin", "least_outstanding_requests", "power_of_two", "session_affinity", "least_kv",
+    "round_robin",
+    "least_outstanding_requests",
+    "power_of_two",
+    "session_affinity",
+    "least_kv",
     "least_outstanding_tokens",
-)  # fmt: skip
+)
 """One that looks at no replica, three that count requests, one of blocks and one of tokens."""
 
 
@@ -128,10 +132,17 @@ def measure_trace(path: Path, policy: str) -> dict[str, Any]:
     table_wall, table_cpu, tables = timed(recorder.tables)
     iterations = tables.rows("iterations")
     return {
-        "policy": policy, "requests": len(trace), "iterations": iterations, "read_s": read_wall, "wall_s": wall,
-        "cpu_s": cpu, "tables_s": table_wall, "iterations_per_s": iterations / wall,
-        "requests_per_s": len(trace) / wall, "times_faster_than_vidur": VIDUR_SECONDS / (cpu + table_cpu),
-    }  # fmt: skip
+        "policy": policy,
+        "requests": len(trace),
+        "iterations": iterations,
+        "read_s": read_wall,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "tables_s": table_wall,
+        "iterations_per_s": iterations / wall,
+        "requests_per_s": len(trace) / wall,
+        "times_faster_than_vidur": VIDUR_SECONDS / (cpu + table_cpu),
+    }
 
 
 def measure_start() -> dict[str, float]:
@@ -154,8 +165,11 @@ def measure_start() -> dict[str, float]:
 
     (help_s, help_cpu_s), (first_s, first_cpu_s) = best(["-m", "simulator", "--help"]), best(["-c", one_request])
     return {
-        "help_s": help_s, "help_cpu_s": help_cpu_s, "first_iteration_s": first_s, "first_iteration_cpu_s": first_cpu_s,
-    }  # fmt: skip
+        "help_s": help_s,
+        "help_cpu_s": help_cpu_s,
+        "first_iteration_s": first_s,
+        "first_iteration_cpu_s": first_cpu_s,
+    }
 
 
 def measure_long(requests: int, replicas: int = 1) -> dict[str, Any]:
@@ -177,10 +191,16 @@ def measure_long(requests: int, replicas: int = 1) -> dict[str, Any]:
         after_run = peak_mib()
         summary_wall, summary_cpu, _ = timed(lambda: summarise(tables))
         return {
-            "requests": requests, "replicas": replicas, "iterations": tables.rows("iterations"), "wall_s": wall,
-            "cpu_s": cpu, "peak_mib": after_run, "summary_wall_s": summary_wall, "summary_cpu_s": summary_cpu,
+            "requests": requests,
+            "replicas": replicas,
+            "iterations": tables.rows("iterations"),
+            "wall_s": wall,
+            "cpu_s": cpu,
+            "peak_mib": after_run,
+            "summary_wall_s": summary_wall,
+            "summary_cpu_s": summary_cpu,
             "peak_mib_with_summary": peak_mib(),
-        }  # fmt: skip
+        }
 
 
 def main() -> None:
@@ -205,11 +225,7 @@ def main() -> None:
         # A part of it: a pipeline has many more iterations.
         some = read_trace(arguments.trace).head(1_500)
         result["pipeline of 4"] = best_of(3, lambda: measure_pipeline(some))
-    result["replicas"] = [
-        measure_fleet(replicas, router)
-        for router in ROUTERS
-        for replicas in (1, 8, 1_000)
-    ]
+    result["replicas"] = [measure_fleet(replicas, router) for router in ROUTERS for replicas in (1, 8, 1_000)]
     result["start"] = measure_start()
     if arguments.requests:
         result["long run"] = measure_long(arguments.requests, arguments.replicas)

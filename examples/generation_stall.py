@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from metrics.figure_style import DOUBLE_COLUMN_IN, POLICY_STYLES, house_style, new_figure
-from metrics.log_axis import log_scale
-from metrics.token_times import TokenTimes
+from metrics.drawing.figure_style import DOUBLE_COLUMN_IN, POLICY_STYLES, house_style, new_figure
+from metrics.drawing.log_axis import log_scale
+from metrics.measures.token_times import TokenTimes
 from policies import BatchShape
 from profiler import load_cost_model
 from simulator import replay
@@ -64,15 +64,28 @@ def draw(path: Path) -> None:
             left.step(at, gap * 1e3, where="post", label=policy, **POLICY_STYLES[policy].line())
         left.axvline(ARRIVES_S, color="0.5", linewidth=0.8, linestyle=":")
         words = f"{PROMPT:,}-token\nprompt arrives at {ARRIVES_S} s"
-        left.text(ARRIVES_S + 0.25, 0.6, words, fontsize=7, color="0.35", ha="left", va="top",
-                  transform=left.get_xaxis_transform())  # fmt: skip
+        left.text(
+            ARRIVES_S + 0.25,
+            0.6,
+            words,
+            fontsize=7,
+            color="0.35",
+            ha="left",
+            va="top",
+            transform=left.get_xaxis_transform(),
+        )
         left.set(xlabel="time (s)", ylabel="time between tokens (ms)", ylim=(0, None))
         left.legend(loc="upper right")
         batches = [1, 2, 4, 8, 12, 16]
         right.plot(batches, [marginal_decode_ms(0, n) for n in batches], "o--", color="0.35", label="decode-only batch")
         style = POLICY_STYLES["decode_maximal"]
-        right.plot(batches, [marginal_decode_ms(256 - n, n) for n in batches], marker=style.marker,
-                   label="beside a prefill chunk", **style.line())  # fmt: skip
+        right.plot(
+            batches,
+            [marginal_decode_ms(256 - n, n) for n in batches],
+            marker=style.marker,
+            label="beside a prefill chunk",
+            **style.line(),
+        )
         right.set(xlabel="decodes in the batch", ylabel="ms per decode", xticks=batches)
         log_scale(right, "y")
         right.legend(loc="upper right")

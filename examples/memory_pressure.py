@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from metrics.figure_style import DOUBLE_COLUMN_IN, house_style, new_figure
+from metrics.drawing.figure_style import DOUBLE_COLUMN_IN, house_style, new_figure
 from simulator import Run, replay
 from workloads import Trace
 
@@ -49,9 +49,16 @@ def burst_trace(seed: int = 0) -> Trace:
 
 def run(ladder: str | None, **options: Any) -> Run:
     return replay(
-        burst_trace(), policy="vllm_v1", model="llama-3.1-8b", gpu="h100", cost_model="roofline", ladder=ladder,
-        num_blocks=BLOCKS, max_wait_s=8.0, **options,
-    )  # fmt: skip
+        burst_trace(),
+        policy="vllm_v1",
+        model="llama-3.1-8b",
+        gpu="h100",
+        cost_model="roofline",
+        ladder=ladder,
+        num_blocks=BLOCKS,
+        max_wait_s=8.0,
+        **options,
+    )
 
 
 def chat_goodput(result: Run) -> float:

@@ -10,13 +10,13 @@ from typing import Any
 
 _HOME = {
     "ExecutorError": "errors",
-    "GREEDY": "sampler",
-    "KVCache": "kv_cache",
-    "Loaded": "loading",
-    "Model": "model",
-    "Sampling": "sampler",
-    "Step": "step",
-    "load_model": "loading",
+    "GREEDY": "model.sampler",
+    "KVCache": "kv_memory.pool",
+    "Loaded": "model.loading",
+    "Model": "model.model",
+    "Sampling": "model.sampler",
+    "Step": "batches.batch_arrays",
+    "load_model": "model.loading",
 }
 
 __all__ = sorted(_HOME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from policies.command_line import run_command
+from policies.edges.command_line import run_command
 
 if TYPE_CHECKING:
     import typer
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 @cache
 def build() -> typer.Typer:
-    from executor import commands_compression, commands_profile
-    from executor.commands import app
+    from executor.commands import compression, profile
+    from executor.commands.commands import app
 
-    commands_profile.register(app)
-    commands_compression.register(app)
+    profile.register(app)
+    compression.register(app)
     return app
 
 

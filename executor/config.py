@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from executor.errors import ExecutorError
-from executor.threads import check_threads
-from policies.settings import check_settings, listed
-from policies.settings_file import one_spelling
-from policies.swap import PREEMPTIONS
+from executor.machine.threads import check_threads
+from policies.edges.settings import check_settings, listed
+from policies.edges.settings_file import one_spelling
+from policies.kv_memory.swap import PREEMPTIONS
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class LiveConfig:
     def __post_init__(self) -> None:
         check_settings(self, ExecutorError)
         if self.warmup is not None or self.slo is not None:
-            from metrics.slo import check_statistics
+            from metrics.measures.slo import check_statistics
 
             check_statistics(self.warmup, self.slo, ExecutorError)
         for name in ("token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.errors import InputError
+from policies.edges.errors import InputError
 
 
 class ExecutorError(InputError):

@@ -6,22 +6,22 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from policies.command_line import run_command
+from policies.edges.command_line import run_command
 
 if TYPE_CHECKING:
     import typer
 
 COMMAND_MODULES = (
-    "experiments.parity_command",  # parity
-    "experiments.fidelity_command",  # fidelity
-    "experiments.coverage_command",  # coverage
-    "experiments.validate_command",  # validate
-    "experiments.calibrate_command",  # calibrate
-    "experiments.figures_command",  # list, run, claims
-    "experiments.sweep_command",  # sweep
-    "experiments.capacity_command",  # capacity
-    "experiments.sarathi_pipeline",  # sarathi-pipeline
-    "experiments.attention_ffn",  # attention-ffn
+    "experiments.vllm.parity_command",  # parity
+    "experiments.vllm.fidelity_command",  # fidelity
+    "experiments.coverage.command",  # coverage
+    "experiments.validation.command",  # validate
+    "experiments.calibration.command",  # calibrate
+    "experiments.papers.command",  # list, run, claims
+    "experiments.sweeps.command",  # sweep
+    "experiments.capacity.command",  # capacity
+    "experiments.papers.sarathi_pipeline",  # sarathi-pipeline
+    "experiments.papers.attention_ffn",  # attention-ffn
 )
 
 

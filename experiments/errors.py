@@ -1,6 +1,6 @@
 """The one exception type of this folder."""
 
-from policies.errors import InputError
+from policies.edges.errors import InputError
 
 
 class ExperimentError(InputError):

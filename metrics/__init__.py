@@ -8,41 +8,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from metrics.columns import MetricsError
+from metrics.run_folder.columns import MetricsError
 
 if TYPE_CHECKING:
-    from metrics.bubbles import find_bubbles
-    from metrics.figures import draw_all
-    from metrics.pipeline_figures import draw_pipeline
-    from metrics.recorder import Recorder
-    from metrics.report import comparison_table, differences
-    from metrics.request_bubbles import request_bubble_ns
-    from metrics.run_folder import is_run_folder, read_run, write_run
-    from metrics.slo import parse_slo, parse_warmup
-    from metrics.summary import summarise, summarise_classes
-    from metrics.summary_keys import SUMMARY_KEYS
-    from metrics.tables import RunTables
-    from metrics.timeline import parse_window, write_timeline
+    from metrics.drawing.figures import draw_all
+    from metrics.drawing.perfetto import parse_window, write_timeline
+    from metrics.drawing.pipeline_figures import draw_pipeline
+    from metrics.drawing.text_tables import comparison_table, differences
+    from metrics.measures.slo import parse_slo, parse_warmup
+    from metrics.measures.summary import summarise, summarise_classes
+    from metrics.measures.summary_keys import SUMMARY_KEYS
+    from metrics.pipelines.bubbles import find_bubbles
+    from metrics.pipelines.request_bubbles import request_bubble_ns
+    from metrics.recording.recorder import Recorder
+    from metrics.run_folder.folder import is_run_folder, read_run, write_run
+    from metrics.run_folder.tables import RunTables
 
 _HOME = {
-    "Recorder": "metrics.recorder",
-    "RunTables": "metrics.tables",
-    "SUMMARY_KEYS": "metrics.summary_keys",
-    "comparison_table": "metrics.report",
-    "differences": "metrics.report",
-    "draw_all": "metrics.figures",
-    "draw_pipeline": "metrics.pipeline_figures",
-    "find_bubbles": "metrics.bubbles",
-    "is_run_folder": "metrics.run_folder",
-    "parse_slo": "metrics.slo",
-    "parse_warmup": "metrics.slo",
-    "parse_window": "metrics.timeline",
-    "read_run": "metrics.run_folder",
-    "request_bubble_ns": "metrics.request_bubbles",
-    "summarise": "metrics.summary",
-    "summarise_classes": "metrics.summary",
-    "write_run": "metrics.run_folder",
-    "write_timeline": "metrics.timeline",
+    "Recorder": "metrics.recording.recorder",
+    "RunTables": "metrics.run_folder.tables",
+    "SUMMARY_KEYS": "metrics.measures.summary_keys",
+    "comparison_table": "metrics.drawing.text_tables",
+    "differences": "metrics.drawing.text_tables",
+    "draw_all": "metrics.drawing.figures",
+    "draw_pipeline": "metrics.drawing.pipeline_figures",
+    "find_bubbles": "metrics.pipelines.bubbles",
+    "is_run_folder": "metrics.run_folder.folder",
+    "parse_slo": "metrics.measures.slo",
+    "parse_warmup": "metrics.measures.slo",
+    "parse_window": "metrics.drawing.perfetto",
+    "read_run": "metrics.run_folder.folder",
+    "request_bubble_ns": "metrics.pipelines.request_bubbles",
+    "summarise": "metrics.measures.summary",
+    "summarise_classes": "metrics.measures.summary",
+    "write_run": "metrics.run_folder.folder",
+    "write_timeline": "metrics.drawing.perfetto",
 }
 
 __all__ = [

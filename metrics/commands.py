@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from metrics.columns import MetricsError
+from metrics.run_folder.columns import MetricsError
 
 if TYPE_CHECKING:
-    from metrics.tables import RunTables
+    from metrics.run_folder.tables import RunTables
 
 app = typer.Typer(
     help="Look into run folders: summaries, differences, token times, bubbles, timelines and figures.",
@@ -44,7 +44,7 @@ def show(
     if as_json:
         _print_json(summary)
         return
-    from metrics.report import summary_tables
+    from metrics.drawing.text_tables import summary_tables
 
     for table in summary_tables(summary):
         _print(table)
@@ -55,7 +55,7 @@ def diff(
     first: RunArgument, second: RunArgument, warmup: WarmupOption = "", slo: SloOption = "", as_json: JsonOption = False
 ) -> None:
     """Print two runs side by side with the difference of the second relative to the first."""
-    from metrics.report import differences, differences_table
+    from metrics.drawing.text_tables import differences, differences_table
 
     found = differences(_summary(first, warmup, slo), _summary(second, warmup, slo))
     if as_json:
@@ -72,8 +72,8 @@ def token_times(
     as_json: JsonOption = False,
 ) -> None:
     """Print when each token of one request was delivered, and the gap before it."""
-    from metrics.run_folder import read_run
-    from metrics.token_times import TokenTimes
+    from metrics.measures.token_times import TokenTimes
+    from metrics.run_folder.folder import read_run
 
     tables = read_run(run)
     rows = (tables.column("requests", "request") == request).nonzero()[0]
@@ -89,7 +89,7 @@ def token_times(
         return
     from rich.table import Table
 
-    from metrics.report import format_value
+    from metrics.drawing.text_tables import format_value
 
     table = Table(box=None, pad_edge=False)
     for heading in ("token", "time (s)", "since the one before"):
@@ -105,8 +105,8 @@ def figures(
     out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
 ) -> None:
     """Draw latency CDFs, load over time, batch composition and the bubbles of pipelines (PDF and PNG)."""
-    from metrics.figures import draw_all
-    from metrics.run_folder import read_run
+    from metrics.drawing.figures import draw_all
+    from metrics.run_folder.folder import read_run
 
     for path in draw_all({label: read_run(run) for label, run in _labelled(runs).items()}, out):
         print(path)
@@ -120,17 +120,17 @@ def bubbles(
     as_json: JsonOption = False,
 ) -> None:
     """Split the idle time of pipeline stages by cause, per stage and per run."""
-    from metrics.bubbles import find_bubbles
-    from metrics.request_bubbles import request_bubble_ns
-    from metrics.run_folder import read_run
-    from metrics.statistics import statistics
-    from metrics.timeline import parse_window
+    from metrics.drawing.perfetto import parse_window
+    from metrics.measures.statistics import statistics
+    from metrics.pipelines.bubbles import find_bubbles
+    from metrics.pipelines.request_bubbles import request_bubble_ns
+    from metrics.run_folder.folder import read_run
 
     shown = parse_window(window) if window else None
     tables = {label: read_run(run) for label, run in _labelled(runs).items()}
     found = {label: find_bubbles(run) for label, run in tables.items()}
     if figures_to is not None:
-        from metrics.pipeline_figures import draw_pipeline
+        from metrics.drawing.pipeline_figures import draw_pipeline
 
         drawn = draw_pipeline(tables, figures_to, window=shown, bubbles=found)
     per_request = {
@@ -152,7 +152,7 @@ def bubbles(
             }
         )
         return
-    from metrics.report import bubble_table
+    from metrics.drawing.text_tables import bubble_table
 
     for label, each in found.items():
         _print(bubble_table(label, each, per_request[label]))
@@ -169,8 +169,8 @@ def timeline(
     request: Annotated[int | None, typer.Option(help="A request to follow with arrows.")] = None,
 ) -> None:
     """Write a timeline for Perfetto (ui.perfetto.dev): stages, bubbles by cause, queue and KV blocks."""
-    from metrics.run_folder import read_run
-    from metrics.timeline import EVERYTHING, empty_window, parse_window, write_timeline
+    from metrics.drawing.perfetto import EVERYTHING, empty_window, parse_window, write_timeline
+    from metrics.run_folder.folder import read_run
 
     shown = parse_window(window) if window else EVERYTHING
     tables = read_run(run)
@@ -193,10 +193,10 @@ def report(
     window: Annotated[str, typer.Option(help="Part of the timeline, as FROM:TO seconds.")] = "",
 ) -> None:
     """Write one HTML file that opens offline: table, plots, zoomable timeline, request inspector, trust."""
+    from metrics.drawing.perfetto import parse_window
     from metrics.html_report import write_report
     from metrics.html_report.timeline import Slice
-    from metrics.run_folder import read_run
-    from metrics.timeline import parse_window
+    from metrics.run_folder.folder import read_run
 
     labels = [run.name for run in runs]
     if len(set(labels)) < len(labels):
@@ -208,9 +208,9 @@ def report(
 
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:
-    from metrics.run_folder import read_run
-    from metrics.slo import doubtful_bounds, parse_objectives
-    from metrics.summary import summarise
+    from metrics.measures.slo import doubtful_bounds, parse_objectives
+    from metrics.measures.summary import summarise
+    from metrics.run_folder.folder import read_run
 
     tables = read_run(run)
     if tables.summary and not warmup and not slo:
@@ -231,10 +231,10 @@ def _own(run: RunTables, setting: str) -> str:
 
 
 def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> None:
-    from metrics.report import comparison_table
-    from metrics.run_folder import read_run
-    from metrics.slo import parse_objectives
-    from metrics.summary import summarise_classes
+    from metrics.drawing.text_tables import comparison_table
+    from metrics.measures.slo import parse_objectives
+    from metrics.measures.summary import summarise_classes
+    from metrics.run_folder.folder import read_run
 
     if column not in ("slo", "priority", "session"):
         raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
@@ -250,7 +250,7 @@ def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> No
 
 
 def _print_json(content: Any) -> None:
-    from metrics.run_folder import json_ready
+    from metrics.run_folder.folder import json_ready
 
     print(json.dumps(json_ready(content), indent=2, allow_nan=False))
 

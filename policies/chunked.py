@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import Ns
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.request import Ns
 
 
 @dataclass(frozen=True)

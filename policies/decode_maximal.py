@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
 
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import Ns
-from policies.track import Track
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.request import Ns
+from policies.work.track import Track
 
 ALIGNMENTS = ("shrink", "pad", "none")
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.batch import BatchShape
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
 from policies.decode_maximal import (
     ALIGNMENTS,
     chunk_beside_decodes,
@@ -14,14 +17,11 @@ from policies.decode_maximal import (
     slot_tokens,
     slots_of_batch,
 )
-from policies.draft import Draft
-from policies.host import Host
-from policies.iteration_time import ChunkTime, rows_within
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import NS_PER_S, Ns
-from policies.track import Track
+from policies.kv_memory.ledger import KVView
+from policies.sized_by_time import ChunkTime, rows_within
+from policies.work.batch import BatchShape
+from policies.work.request import NS_PER_S, Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import Ns
-from policies.track import Track
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.request import Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class Orca(Policy):
 
     max_batch_size: int = knob(0, "most requests in one batch; 0 for no limit but memory", least=0)
     reserve: str = knob(
-        "limit", "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
+        "limit",
+        "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
         choices=("limit", "longest"),
-    )  # fmt: skip
+    )
 
     max_prompts: int = knob(0, "most whole prompts in one batch; 0 for no limit, 1 is SARATHI's best case", least=0)
 

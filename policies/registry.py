@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from policies.errors import PolicyError
-from policies.policy import Policy
-from policies.settings import LARGEST
-from policies.user_code import MODULES, place_in_file
+from policies.contract.policy import Policy
+from policies.edges.errors import PolicyError
+from policies.edges.settings import LARGEST
+from policies.edges.user_code import MODULES, place_in_file
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -95,9 +95,14 @@ def knobs_of(cls: type[Policy]) -> dict[str, Knob]:
         default = field.default if field.default is not dataclasses.MISSING else None
         meta = field.metadata
         knobs[field.name] = Knob(
-            field.name, hints.get(field.name, type(default)), default, meta.get("help", ""), meta.get("least"),
-            meta.get("most"), tuple(meta.get("choices", ())),
-        )  # fmt: skip
+            field.name,
+            hints.get(field.name, type(default)),
+            default,
+            meta.get("help", ""),
+            meta.get("least"),
+            meta.get("most"),
+            tuple(meta.get("choices", ())),
+        )
     return knobs
 
 
@@ -146,9 +151,7 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
             f"{owner}, knob {knob.name}: found {value!r}, expected {getattr(wanted, '__name__', wanted)}"
         ) from None
     if knob.choices and converted not in knob.choices:
-        raise PolicyError(
-            f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}"
-        )
+        raise PolicyError(f"{owner}, knob {knob.name}: found {converted!r}, expected one of {', '.join(knob.choices)}")
     if isinstance(converted, int | float) and not isinstance(converted, bool):
         if isinstance(converted, float) and not math.isfinite(converted):
             raise PolicyError(f"{owner}, knob {knob.name}: found {converted}, expected a finite number")

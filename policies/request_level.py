@@ -6,30 +6,31 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from policies.cohort import Cohort
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import NS_PER_S, Ns
-from policies.track import Track
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.cohort import Cohort
+from policies.work.request import NS_PER_S, Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)
 class RequestLevel(Policy):
     """A batch of waiting requests: prompts padded to the longest and prefilled together, then decoded until all are
-    done; their answers are returned together. In a pipeline its micro-batches start together, and the next ones when all
-    of them have finished."""
+    done; their answers are returned together. In a pipeline its micro-batches start together, and the next ones when
+    all of them have finished."""
 
     max_batch_size: int = knob(32, "most requests in one batch (in a pipeline: in one micro-batch)", least=1)
     keep_finished: bool = knob(True, "finished rows keep their slot: executed as dummy rows until all are done")
     max_delay_s: float = knob(0.0, "how long the oldest request waits for its batch to fill, seconds", least=0)
     early_return: bool = knob(False, "return each answer when it is done, instead of a batch's answers together")
     reserve: str = knob(
-        "limit", "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
+        "limit",
+        "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
         choices=("limit", "longest"),
-    )  # fmt: skip
+    )
 
     repeats: ClassVar[bool] = True
     keeps_running: ClassVar[bool] = True

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from policies.draft import Draft
-from policies.host import Host
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import NS_PER_S, Ns
-from policies.track import Track
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.kv_memory.ledger import KVView
+from policies.work.request import NS_PER_S, Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)

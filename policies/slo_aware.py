@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from policies.batch import BatchShape
-from policies.draft import Draft
-from policies.errors import PolicyError
-from policies.host import Host
-from policies.iteration_time import rows_within
-from policies.ledger import KVView
-from policies.policy import MemoryRule, Policy, knob
-from policies.queues import Queues
-from policies.request import NS_PER_S, Ns
-from policies.settings import shown
-from policies.track import Track
+from policies.contract.draft import Draft
+from policies.contract.host import Host
+from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.queues import Queues
+from policies.edges.errors import PolicyError
+from policies.edges.settings import shown
+from policies.kv_memory.ledger import KVView
+from policies.sized_by_time import rows_within
+from policies.work.batch import BatchShape
+from policies.work.request import NS_PER_S, Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)

@@ -9,48 +9,65 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from profiler.capacity import MemoryPlan, num_blocks, plan_memory, slots
     from profiler.cost_model import CostModel
     from profiler.errors import ProfileError
-    from profiler.hardware import Hardware, hardware_names, load_hardware
     from profiler.load import load_cost_model
-    from profiler.model_config import load_model_spec, model_names
-    from profiler.model_spec import ModelSpec
-    from profiler.roofline import Roofline
-    from profiler.roofline_constants import RooflineConstants
-    from profiler.shapes import ShapeColumns
-    from profiler.work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
+    from profiler.roofline.constants import RooflineConstants
+    from profiler.roofline.roofline import Roofline
+    from profiler.specs.hardware import Hardware, hardware_names, load_hardware
+    from profiler.specs.memory_plan import MemoryPlan, num_blocks, plan_memory, slots
+    from profiler.specs.model_config import load_model_spec, model_names
+    from profiler.specs.model_spec import ModelSpec
+    from profiler.specs.shape_columns import ShapeColumns
+    from profiler.specs.useful_work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
 
 _HOME = {
     "CostModel": "cost_model",
-    "Hardware": "hardware",
-    "ModelSpec": "model_spec",
-    "Roofline": "roofline",
-    "RooflineConstants": "roofline_constants",
-    "ShapeColumns": "shapes",
-    "byte_coefficients": "work",
-    "bytes_of": "work",
-    "flop_coefficients": "work",
-    "flops_of": "work",
+    "Hardware": "specs.hardware",
+    "ModelSpec": "specs.model_spec",
+    "Roofline": "roofline.roofline",
+    "RooflineConstants": "roofline.constants",
+    "ShapeColumns": "specs.shape_columns",
+    "byte_coefficients": "specs.useful_work",
+    "bytes_of": "specs.useful_work",
+    "flop_coefficients": "specs.useful_work",
+    "flops_of": "specs.useful_work",
     "load_cost_model": "load",
-    "MemoryPlan": "capacity",
+    "MemoryPlan": "specs.memory_plan",
     "ProfileError": "errors",
-    "hardware_names": "hardware",
-    "load_hardware": "hardware",
-    "load_model_spec": "model_config",
-    "model_names": "model_config",
-    "num_blocks": "capacity",
-    "peaks": "work",
-    "plan_memory": "capacity",
-    "slots": "capacity",
+    "hardware_names": "specs.hardware",
+    "load_hardware": "specs.hardware",
+    "load_model_spec": "specs.model_config",
+    "model_names": "specs.model_config",
+    "num_blocks": "specs.memory_plan",
+    "peaks": "specs.useful_work",
+    "plan_memory": "specs.memory_plan",
+    "slots": "specs.memory_plan",
 }
 
 __all__ = [
-    "CostModel", "Hardware", "MemoryPlan", "ModelSpec", "ProfileError", "Roofline", "RooflineConstants",
-    "ShapeColumns", "byte_coefficients", "bytes_of", "flop_coefficients", "flops_of", "hardware_names",
-    "load_cost_model", "load_hardware", "load_model_spec", "model_names", "num_blocks", "peaks", "plan_memory",
+    "CostModel",
+    "Hardware",
+    "MemoryPlan",
+    "ModelSpec",
+    "ProfileError",
+    "Roofline",
+    "RooflineConstants",
+    "ShapeColumns",
+    "byte_coefficients",
+    "bytes_of",
+    "flop_coefficients",
+    "flops_of",
+    "hardware_names",
+    "load_cost_model",
+    "load_hardware",
+    "load_model_spec",
+    "model_names",
+    "num_blocks",
+    "peaks",
+    "plan_memory",
     "slots",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,14 +6,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from policies.command_line import run_command
+from policies.edges.command_line import run_command
 
 if TYPE_CHECKING:
     import typer
 
 COMMAND_MODULES = (
-    "profiler.commands_specs",  # models, hardware, capacity, predict, published
-    "profiler.commands_profiles",  # import, fit, report, refine
+    "profiler.commands.specs",  # models, hardware, capacity, predict, published
+    "profiler.commands.profiles",  # import, fit, report, refine
 )
 
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from policies.batch import BatchShape
-from policies.input_file import read_json
-from policies.output_file import write_text
-from policies.request import Ns
+from policies.edges.input_file import read_json
+from policies.edges.output_file import write_text
+from policies.work.batch import BatchShape
+from policies.work.request import Ns
 from profiler.cost_model import CostModel
-from profiler.dtypes import dtype_bytes
 from profiler.errors import ProfileError
-from profiler.hardware import Hardware
-from profiler.kv_compression import Compression
-from profiler.model_spec import ModelSpec
-from profiler.shapes import Column, ShapeColumns
+from profiler.specs.dtypes import dtype_bytes
+from profiler.specs.hardware import Hardware
+from profiler.specs.kv_compression import Compression
+from profiler.specs.model_spec import ModelSpec
+from profiler.specs.shape_columns import Column, ShapeColumns
 
 COSTS = ("bound", "fused", "none", "cpu")
 """bound: packing and unpacking move their bytes once through the device's memory, whole, before attention reads them
@@ -121,9 +121,14 @@ class PackedCost:
     """
 
     def __init__(
-        self, inner: CostModel, compression: Compression, prices: PackingPrices, model: ModelSpec,
-        layers: Sequence[int], tp: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        inner: CostModel,
+        compression: Compression,
+        prices: PackingPrices,
+        model: ModelSpec,
+        layers: Sequence[int],
+        tp: int = 1,
+    ) -> None:
         self.inner, self.compression, self.prices = inner, compression, prices
         self.kind, self.stages, self.tile = inner.kind, inner.stages, inner.tile
         self.calibrated = inner.calibrated and prices.measured

@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.batch import BatchShape
-from policies.request import Ns
+from policies.work.batch import BatchShape
+from policies.work.request import Ns
 
 
 @runtime_checkable
@@ -82,7 +82,7 @@ class QuickCostModel(CostModel, Protocol):
 
     def aftermath(self, shape: BatchShape) -> list[Ns]:
         """What a batch with chunks leaves to the iterations after it (one stage): extra device time of each, the first
-        of them last. Whoever runs batches in order carries it on (`profiler.aftermath.merged`)."""
+        of them last. Whoever runs batches in order carries it on (`profiler.iterations.aftermath.merged`)."""
         ...
 
     def least_ns(self) -> Ns:

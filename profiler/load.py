@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from profiler.cost_model import CostModel
-from profiler.dtypes import canonical_dtype
 from profiler.errors import ProfileError
-from profiler.hardware import Hardware, load_hardware
-from profiler.model_config import load_model_spec
-from profiler.model_spec import ModelSpec
+from profiler.specs.dtypes import canonical_dtype
+from profiler.specs.hardware import Hardware, load_hardware
+from profiler.specs.model_config import load_model_spec
+from profiler.specs.model_spec import ModelSpec
 
 
 def load_cost_model(
@@ -57,7 +57,7 @@ def load_cost_model(
 
 
 def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
-    from profiler.roofline import Roofline
+    from profiler.roofline.roofline import Roofline
 
     return Roofline(spec, hardware, **engine)
 
@@ -70,25 +70,25 @@ def _fits_serve(dtype: str, kv_dtype: str, options: dict[str, Any]) -> bool:
 
 def _shipped(hardware: Hardware) -> Path | None:
     """The fitted model that ships for this GPU, if any."""
-    if find_spec("profiler.fitted") is None:
+    if find_spec("profiler.operators.fitted_model") is None:
         return None
-    from profiler.fitted import find_fitted
+    from profiler.operators.fitted_model import find_fitted
 
     path: Path | None = find_fitted(hardware.name)
     return path
 
 
 def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
-    from profiler.iteration_file import is_iteration_fit, load_iterations
-    from profiler.staged_model import is_staged_fit, load_staged
+    from profiler.iterations.iteration_file import is_iteration_fit, load_iterations
+    from profiler.iterations.staged_model import is_staged_fit, load_staged
 
     if is_iteration_fit(path):
         return load_iterations(path, spec, **engine)
     if is_staged_fit(path):
         return load_staged(path, spec, **engine)
-    if find_spec("profiler.fitted") is None:
+    if find_spec("profiler.operators.fitted_model") is None:
         raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
-    from profiler.fitted import load_fitted
+    from profiler.operators.fitted_model import load_fitted
 
     cost: CostModel = load_fitted(path, spec, hardware, **engine)
     return cost

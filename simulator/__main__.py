@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.command_line import run_command
+from policies.edges.command_line import run_command
 
 if TYPE_CHECKING:
     import typer
 
 
 def build() -> typer.Typer:
-    from simulator.commands import app
+    from simulator.commands.commands import app
 
     return app
 

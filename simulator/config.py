@@ -6,14 +6,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from policies.settings import check_settings, listed
-from policies.settings_file import one_spelling
+from policies.edges.settings import check_settings, listed
+from policies.edges.settings_file import one_spelling
 from simulator.errors import SimulationError
 
 COUNTS = (
-    "replicas", "tp", "pp", "token_budget", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "limit",
-    "replicas_per_link", "plain_tokens",
-)  # fmt: skip
+    "replicas",
+    "tp",
+    "pp",
+    "token_budget",
+    "max_num_seqs",
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "limit",
+    "replicas_per_link",
+    "plain_tokens",
+)
 MOST_REPLICAS = 100_000
 TUPLES: dict[str, type] = {"layer_split": int, "pools": dict, "failures": str}
 
@@ -28,16 +37,18 @@ class ReplayConfig:
     warmup: requests ("100") or seconds ("30s") left out of the statistics. slo: "ttft_p99=2,tbt_p99=0.2".
 
     replicas, router, router_knobs: equal replicas and how requests are dealt to them. pools: unequal ones instead, each
-    a table of `role` (serve, prefill, decode), `replicas` and whatever it has of its own (see simulator.pools).
+    a table of `role` (serve, prefill, decode), `replicas` and whatever it has of its own (see simulator.cluster.pools).
     decode_router: picks the decode replica of a prompt that is done. kv_bandwidth: bytes/s of one device's NIC in one
     direction, the GPU's own network by default; kv_latency_s: of one transfer; layerwise_kv: send a layer's KV while
     the next one is being computed. failures: "REPLICA@DOWN_S" or "REPLICA@DOWN_S+FOR_S"; on_failure: requeue or fail.
-    autoscale: knobs of simulator.autoscaling.Autoscaling; empty for a fixed number of replicas. afd: knobs of
-    simulator.afd.Apart; empty for attention and FFN on the same devices. pp_link: link (stages in one node) or network.
+    autoscale: knobs of simulator.cluster.autoscaling.Autoscaling; empty for a fixed number of replicas. afd: knobs of
+    simulator.replica.attention_ffn_apart.Apart; empty for attention and FFN on the same devices. pp_link: link
+    (stages in one node) or network.
 
     prefix_caching: share equal prefixes, whatever the policy. preemption: recompute, swap or auto, to swap_gib of host
     memory in pages of swap_page_mib, over a link of swap_bandwidth bytes/s (the GPU's own by default) that
-    replicas_per_link replicas share. ladder: rungs of policies.admission.Ladder, whose knobs are trouble_from,
+    replicas_per_link replicas share. ladder: rungs of policies.scheduling.overload_ladder.Ladder, whose knobs are
+    trouble_from,
     plain_tokens, risk and max_wait_s. kv_store_gib: each replica's share of a KV store for all of them. kv_compression:
     keys and values older than kv_window tokens packed (kivi4, delta8, ...); kv_compression_cost: what that takes in
     time (see profiler.compression_cost).
@@ -101,7 +112,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         check_settings(self, SimulationError)
         if self.warmup is not None or self.slo is not None:
-            from metrics.slo import check_statistics
+            from metrics.measures.slo import check_statistics
 
             check_statistics(self.warmup, self.slo, SimulationError)
         for name in COUNTS:

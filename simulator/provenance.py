@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from metrics.run_folder import versions_of
+from metrics.run_folder.folder import versions_of
 from policies import knobs_of
-from policies.draft import UNLIMITED
+from policies.contract.draft import UNLIMITED
 from profiler import load_hardware, load_model_spec
-from simulator.afd import make_apart
+from simulator.replica.attention_ffn_apart import make_apart
 from workloads import Trace
 
 if TYPE_CHECKING:
-    from simulator.engine import Engine
-    from simulator.pools import ClusterPlan
+    from simulator.cluster.pools import ClusterPlan
+    from simulator.replica.replica_kind import Engine
 
 PACKAGES = ("charioteer", "simpy", "numpy", "pandas", "pyarrow", "scikit-learn")
 
@@ -106,7 +106,7 @@ def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
 
 def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int) -> dict[str, Any]:
     """Peak rates and the work of an iteration as coefficients, so that MFU and MBU follow from the folder alone."""
-    from profiler.work import byte_coefficients, flop_coefficients, peaks
+    from profiler.specs.useful_work import byte_coefficients, flop_coefficients, peaks
 
     spec, hardware = load_model_spec(model), load_hardware(gpu)
     if dtype == "auto":

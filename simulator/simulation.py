@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from metrics import Recorder
 from profiler.cost_model import CostModel
-from simulator.arrivals import Arrivals
-from simulator.clock import VirtualTime
-from simulator.cluster import Cluster
+from simulator.clock.arrivals import Arrivals
+from simulator.clock.virtual_time import VirtualTime
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.in_turn import are_independent, only_arrivals_join, run_in_turn
+from simulator.cluster.pools import ClusterPlan, make_cluster_plan
 from simulator.config import ReplayConfig
-from simulator.engine import Engine, make_engine
 from simulator.errors import SimulationError
-from simulator.independent import are_independent, only_arrivals_join, run_in_turn
-from simulator.notes import settings_without_effect
-from simulator.pools import ClusterPlan, make_cluster_plan
+from simulator.replica.replica_kind import Engine, make_engine
+from simulator.settings_without_effect import settings_without_effect
 from workloads import Trace
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def replay(
     return _finish(trace, cluster_plan, cluster, recorder)
 
 
-def simulate(
-    trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None
-) -> Cluster:
+def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None) -> Cluster:
     """Run a cluster over a trace until every request has ended; records go to `recorder`.
 
     plan: pools of replicas, or the engine that all replicas of its config share.
@@ -144,7 +142,7 @@ def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig
 
 def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorder) -> Run:
     from metrics import summarise
-    from metrics.slo import parse_objectives
+    from metrics.measures.slo import parse_objectives
     from simulator.provenance import run_config
 
     tables = recorder.tables()
@@ -152,4 +150,3 @@ def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorde
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])
-

@@ -41,4 +41,6 @@ def test_imports_point_down_only(folder):
 def test_preconditions_of_state_machines_have_names():
     """Hypothesis 6.100, the lowest that pyproject.toml allows, parses the source of a lambda at every step."""
     files = (ROOT / "tests").rglob("*.py")
-    assert [str(file) for file in files if re.search(r"^ *@precondition\(lambda", file.read_text(), flags=re.MULTILINE)] == []
+    assert [
+        str(file) for file in files if re.search(r"^ *@precondition\(lambda", file.read_text(), flags=re.MULTILINE)
+    ] == []

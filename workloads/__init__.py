@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from workloads.description import describe
-    from workloads.generator import generate
-    from workloads.presets import PRESETS, Preset, preset
-    from workloads.reader import read_trace
+    from workloads.generating.generator import generate
+    from workloads.generating.presets import PRESETS, Preset, preset
+    from workloads.reading.reader import read_trace
     from workloads.trace import Trace, TraceError
     from workloads.write import write_trace
 
 _HOME = {
     "Trace": "workloads.trace",
     "TraceError": "workloads.trace",
-    "read_trace": "workloads.reader",
-    "generate": "workloads.generator",
-    "PRESETS": "workloads.presets",
-    "Preset": "workloads.presets",
-    "preset": "workloads.presets",
+    "read_trace": "workloads.reading.reader",
+    "generate": "workloads.generating.generator",
+    "PRESETS": "workloads.generating.presets",
+    "Preset": "workloads.generating.presets",
+    "preset": "workloads.generating.presets",
     "describe": "workloads.description",
     "write_trace": "workloads.write",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from policies.command_line import run_command
+from policies.edges.command_line import run_command
 
 if TYPE_CHECKING:
     import typer

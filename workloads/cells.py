@@ -11,7 +11,7 @@ import json
 import math
 import re
 
-from workloads.fields import NS_PER_UNIT
+from workloads.column_names import NS_PER_UNIT
 
 MAX_TOKENS = 100_000_000
 """No prompt or answer is longer: what is above is a wrong column or a broken number."""

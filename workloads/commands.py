@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from policies.settings import whole_number
+from policies.edges.settings import whole_number
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
@@ -208,9 +208,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _generated(given: dict[str, Any]) -> Any:
-    from workloads import cases
-    from workloads.generator import generate as generated
-    from workloads.presets import preset
+    from workloads.generating import sarathi_cases as cases
+    from workloads.generating.generator import generate as generated
+    from workloads.generating.presets import preset
     from workloads.trace import TraceError
 
     used = {key for key, value in given.items() if value != _DEFAULTS.get(key)}
@@ -246,7 +246,7 @@ def _fixed(text: str, what: str) -> int:
 
 
 def _read(path: Path, options: dict[str, Any]) -> Any:
-    from workloads.reader import read_trace
+    from workloads.reading.reader import read_trace
 
     rate_scale, limit = options.pop("rate_scale"), options.pop("limit")
     window, timeout_s = options.pop("window"), options.pop("timeout")

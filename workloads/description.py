@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.request import NS_PER_S
+from policies.work.request import NS_PER_S
 from workloads.ragged import RaggedColumn
 from workloads.trace import Trace
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.drawn_text import drawable
-from policies.output_file import whole_file
-from policies.request import NS_PER_S
+from policies.edges.missing_glyphs import drawable
+from policies.edges.output_file import whole_file
+from policies.work.request import NS_PER_S
 from workloads.description import describe
 from workloads.trace import Trace, TraceError
 

@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from policies.input_file import shown_path
+from policies.edges.input_file import shown_path
 from workloads.trace import TraceError
 
 MAX_BYTES = 1 << 30

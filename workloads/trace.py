@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.errors import InputError
-from policies.request import NS_PER_S, Request
+from policies.edges.errors import InputError
+from policies.work.request import NS_PER_S, Request
 from workloads.ragged import RaggedColumn
 
 Column = NDArray[np.int64]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from policies.output_file import write_bytes
-from policies.request import NS_PER_S
+from policies.edges.output_file import write_bytes
+from policies.work.request import NS_PER_S
 from workloads.trace import Trace, TraceError
 
 _ENDINGS = ".csv, .jsonl or .parquet (.csv.gz and .jsonl.gz too)"

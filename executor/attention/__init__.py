@@ -8,7 +8,7 @@ import torch
 
 from executor.attention.base import AttentionBackend
 from executor.errors import ExecutorError
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 
 __all__ = ["BACKENDS", "AttentionBackend", "backend_class", "make_attention"]
 
@@ -62,7 +62,7 @@ def make_attention(
         if candidate == "native" and not reason and activation_dtype != torch.float32:
             reason = f"the C++ attention takes float32 activations, these are {activation_dtype}"
         if not reason and name == "auto" and candidate in _CUDA_ONLY:
-            from executor.self_test import why_attention_fails
+            from executor.checks.self_test import why_attention_fails
 
             reason = why_attention_fails(cls, spec, device, kv_dtype, block_size or 16)
         if not reason:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
-from executor.device_step import DeviceArrays, arrays_of
+from executor.batches.batch_arrays import Step
+from executor.batches.device_arrays import DeviceArrays, arrays_of
 from executor.errors import ExecutorError
-from executor.kv_cache import KVCache
-from executor.step import Step
-from profiler.model_spec import ModelSpec
+from executor.kv_memory.pool import KVCache
+from profiler.specs.model_spec import ModelSpec
 
 Attend = Callable[..., Any]
 BLOCKS_OF_2 = 256
@@ -116,23 +116,61 @@ class FlashAttention(AttentionBackend):
     def _of_torch(self) -> tuple[Attend, Attend]:
         from torch.nn.attention.varlen import varlen_attn_out
 
-        def call(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, starts: Tensor, most: int, arrays: DeviceArrays,
-                 lengths: Tensor, tables: Tensor) -> Tensor:  # fmt: skip
+        def call(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            rows: Tensor,
+            starts: Tensor,
+            most: int,
+            arrays: DeviceArrays,
+            lengths: Tensor,
+            tables: Tensor,
+        ) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             varlen_attn_out(
-                out, q, k, v, rows, starts, most, arrays.most_context, scale=self.scale,
-                window_size=(self.window - 1, 0) if self.window else (-1, 0), enable_gqa=True, seqused_k=lengths,
-                block_table=tables, num_splits=1,
-            )  # fmt: skip
+                out,
+                q,
+                k,
+                v,
+                rows,
+                starts,
+                most,
+                arrays.most_context,
+                scale=self.scale,
+                window_size=(self.window - 1, 0) if self.window else (-1, 0),
+                enable_gqa=True,
+                seqused_k=lengths,
+                block_table=tables,
+                num_splits=1,
+            )
             return out
 
         def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
-            return call(q, k, v, arrays.chunk_start, arrays.context_start, arrays.most_query, arrays,
-                        arrays.chunk_length, arrays.chunk_tables)  # fmt: skip
+            return call(
+                q,
+                k,
+                v,
+                arrays.chunk_start,
+                arrays.context_start,
+                arrays.most_query,
+                arrays,
+                arrays.chunk_length,
+                arrays.chunk_tables,
+            )
 
         def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
-            return call(q[:, 0], k, v, arrays.decode_row, arrays.decode_start, 1, arrays,
-                        arrays.decode_length, arrays.decode_tables)[:, None]  # fmt: skip
+            return call(
+                q[:, 0],
+                k,
+                v,
+                arrays.decode_row,
+                arrays.decode_start,
+                1,
+                arrays,
+                arrays.decode_length,
+                arrays.decode_tables,
+            )[:, None]
 
         return chunks, decodes
 
@@ -143,10 +181,16 @@ class FlashAttention(AttentionBackend):
 
         def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             return flash_attn_varlen_func(  # type: ignore[no-any-return]
-                q, k, v, cu_seqlens_q=arrays.chunk_start, cu_seqlens_k=arrays.context_start,
-                max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context, block_table=arrays.chunk_tables,
+                q,
+                k,
+                v,
+                cu_seqlens_q=arrays.chunk_start,
+                cu_seqlens_k=arrays.context_start,
+                max_seqlen_q=arrays.most_query,
+                max_seqlen_k=arrays.most_context,
+                block_table=arrays.chunk_tables,
                 **same,
-            )  # fmt: skip
+            )
 
         def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             return flash_attn_with_kvcache(  # type: ignore[no-any-return]
@@ -162,9 +206,15 @@ class FlashAttention(AttentionBackend):
 
         def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             return flash_attn_with_kvcache(  # type: ignore[no-any-return]
-                q, k, v, cache_seqlens=arrays.chunk_length, page_table=arrays.chunk_tables,
-                cu_seqlens_q=arrays.chunk_start, max_seqlen_q=arrays.most_query, **same,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                cache_seqlens=arrays.chunk_length,
+                page_table=arrays.chunk_tables,
+                cu_seqlens_q=arrays.chunk_start,
+                max_seqlen_q=arrays.most_query,
+                **same,
+            )
 
         def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             return flash_attn_with_kvcache(  # type: ignore[no-any-return]
@@ -180,10 +230,16 @@ class FlashAttention(AttentionBackend):
 
         def chunks(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
             result = flash_attn_varlen_func(
-                q, k, v, cu_seqlens_q=arrays.chunk_start, seqused_k=arrays.chunk_length,
-                page_table=arrays.chunk_tables, max_seqlen_q=arrays.most_query, max_seqlen_k=arrays.most_context,
+                q,
+                k,
+                v,
+                cu_seqlens_q=arrays.chunk_start,
+                seqused_k=arrays.chunk_length,
+                page_table=arrays.chunk_tables,
+                max_seqlen_q=arrays.most_query,
+                max_seqlen_k=arrays.most_context,
                 **same,
-            )  # fmt: skip
+            )
             return result[0] if isinstance(result, tuple) else result
 
         def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
-from executor.kv_cache import KVCache
-from executor.step import Ints, Step
-from profiler.model_spec import ModelSpec
+from executor.batches.batch_arrays import Ints, Step
+from executor.kv_memory.pool import KVCache
+from profiler.specs.model_spec import ModelSpec
 
 QUERY_ROWS = 128
 """Rows of chunks that share a list of blocks."""
@@ -70,9 +70,14 @@ class FlexAttention(AttentionBackend):
             heads = q[launch.rows].unflatten(-1, (self.heads, self.head_dim)).to(keys.dtype)
             query = heads[:, :, None] if launch.batched else heads.transpose(0, 1)[None]
             result = _attend(q.device.type)(
-                query.contiguous(), keys, values, block_mask=launch.mask, scale=self.scale, enable_gqa=True,
+                query.contiguous(),
+                keys,
+                values,
+                block_mask=launch.mask,
+                scale=self.scale,
+                enable_gqa=True,
                 **_options(q.device.type, cache.block_size),
-            )  # fmt: skip
+            )
             back = result[:, :, 0] if launch.batched else result[0].transpose(0, 1)
             out[launch.rows] = back.flatten(1).to(out.dtype)
 
@@ -169,10 +174,13 @@ class FlexAttention(AttentionBackend):
         indices = blocks.reshape(batch, 1, groups, width) * np.int32(cache.kv_heads) + head
         number = np.broadcast_to(counts.reshape(batch, 1, groups), (batch, self.heads, groups))
         return BlockMask.from_kv_blocks(
-            step.tensor(np.ascontiguousarray(number)), step.tensor(np.ascontiguousarray(indices)),
-            BLOCK_SIZE=(QUERY_ROWS, cache.block_size), mask_mod=mask,
-            seq_lengths=(rows, cache.blocks * cache.kv_heads * cache.block_size), compute_q_blocks=False,
-        )  # fmt: skip
+            step.tensor(np.ascontiguousarray(number)),
+            step.tensor(np.ascontiguousarray(indices)),
+            BLOCK_SIZE=(QUERY_ROWS, cache.block_size),
+            mask_mod=mask,
+            seq_lengths=(rows, cache.blocks * cache.kv_heads * cache.block_size),
+            compute_q_blocks=False,
+        )
 
 
 @once

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
-from executor.kv_cache import KVCache
+from executor.batches.batch_arrays import Step, address
+from executor.kv_memory.pool import KVCache
 from executor.native.library import Pool, Work, native_library, native_reason
-from executor.step import Step, address
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 
 
 class NativeAttention(AttentionBackend):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from executor.attention.sdpa import SdpaAttention
-from executor.kv_cache import KVCache
-from executor.step import Step
+from executor.batches.batch_arrays import Step
+from executor.kv_memory.pool import KVCache
 
 
 class ReadingAttention(SdpaAttention):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
-from executor.kv_cache import KVCache
-from executor.step import Step
-from profiler.model_spec import ModelSpec
+from executor.batches.batch_arrays import Step
+from executor.kv_memory.pool import KVCache
+from profiler.specs.model_spec import ModelSpec
 
 
 class ReferenceAttention(AttentionBackend):

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from executor.attention.base import AttentionBackend
-from executor.kv_cache import KVCache
-from executor.step import Step
-from profiler.model_spec import ModelSpec
+from executor.batches.batch_arrays import Step
+from executor.kv_memory.pool import KVCache
+from profiler.specs.model_spec import ModelSpec
 
 BUCKET_TOKENS = 256
 
@@ -54,9 +54,14 @@ class SdpaAttention(AttentionBackend):
             if self.window:
                 mask &= at[None, :] > rows - self.window
         result = scaled_dot_product_attention(
-            self._heads(q)[None], keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale,
+            self._heads(q)[None],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
             enable_gqa=cache.kv_heads != self.heads,
-        )  # fmt: skip
+        )
         out.copy_(result[0].transpose(0, 1).flatten(1))
 
     def _decodes(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
@@ -80,7 +85,11 @@ class SdpaAttention(AttentionBackend):
             pair = pair.masked_fill(~seen[None, :, None, :, None], 0)
             query = q[rows].unflatten(-1, (self.heads, self.head_dim))[:, :, None].to(dtype)
             result = scaled_dot_product_attention(
-                query, pair[0], pair[1], attn_mask=seen[:, None, None, :], scale=self.scale,
+                query,
+                pair[0],
+                pair[1],
+                attn_mask=seen[:, None, None, :],
+                scale=self.scale,
                 enable_gqa=cache.kv_heads != self.heads,
-            )  # fmt: skip
+            )
             out[rows] = result.flatten(1).to(out.dtype)

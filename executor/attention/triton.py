@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
-from executor.device_step import DeviceArrays, arrays_of
-from executor.kv_cache import KVCache
-from executor.step import Step
+from executor.batches.batch_arrays import Step
+from executor.batches.device_arrays import DeviceArrays, arrays_of
+from executor.kv_memory.pool import KVCache
 from executor.triton_kernels.runtime import interpreted, multiprocessors, triton_reason
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,11 +88,28 @@ class TritonAttention(AttentionBackend):
         keys, values = cache.keys(layer), cache.values(layer)
         wide = self.head_dim > 128 or q.dtype == torch.float32
         chunk_attention[self.heads, sizes.tiles](
-            q, out, keys, values, arrays.chunk_tables, arrays.tile_row, arrays.tile_count, arrays.tile_position,
-            arrays.tile_chunk, self.scale * LOG2_E, q.stride(0), out.stride(0), keys.stride(0), keys.stride(1),
-            keys.stride(2), sizes.blocks, M=sizes.tile_rows, N=32 if wide else 64,
-            num_warps=8 if sizes.tile_rows >= 128 else 4, num_stages=2 if wide else 3, **self._shared(q, cache),
-        )  # fmt: skip
+            q,
+            out,
+            keys,
+            values,
+            arrays.chunk_tables,
+            arrays.tile_row,
+            arrays.tile_count,
+            arrays.tile_position,
+            arrays.tile_chunk,
+            self.scale * LOG2_E,
+            q.stride(0),
+            out.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            keys.stride(2),
+            sizes.blocks,
+            M=sizes.tile_rows,
+            N=32 if wide else 64,
+            num_warps=8 if sizes.tile_rows >= 128 else 4,
+            num_stages=2 if wide else 3,
+            **self._shared(q, cache),
+        )
 
     def _decodes(self, layer: int, q: Tensor, out: Tensor, arrays: DeviceArrays, cache: KVCache) -> None:
         from executor.triton_kernels.paged_attention import decode_attention, merge_splits
@@ -105,16 +122,45 @@ class TritonAttention(AttentionBackend):
         )
         part, weight = self._scratch(sizes.decodes, splits, q.device)
         decode_attention[sizes.decodes, cache.kv_heads, splits](
-            q, out, part, weight, keys, values, arrays.decode_tables, arrays.decode_length, self.scale * LOG2_E,
-            sizes.chunk_rows, q.stride(0), out.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), sizes.blocks,
-            HEADS=self.heads, G=max(16, 1 << (self.heads // cache.kv_heads - 1).bit_length()), N=64, SPLITS=splits,
-            num_warps=4, num_stages=2 if q.dtype == torch.float32 else 3, **shared,
-        )  # fmt: skip
+            q,
+            out,
+            part,
+            weight,
+            keys,
+            values,
+            arrays.decode_tables,
+            arrays.decode_length,
+            self.scale * LOG2_E,
+            sizes.chunk_rows,
+            q.stride(0),
+            out.stride(0),
+            keys.stride(0),
+            keys.stride(1),
+            keys.stride(2),
+            sizes.blocks,
+            HEADS=self.heads,
+            G=max(16, 1 << (self.heads // cache.kv_heads - 1).bit_length()),
+            N=64,
+            SPLITS=splits,
+            num_warps=4,
+            num_stages=2 if q.dtype == torch.float32 else 3,
+            **shared,
+        )
         if splits > 1:
             merge_splits[sizes.decodes, self.heads](
-                part, weight, out, arrays.decode_length, sizes.chunk_rows, out.stride(0), HEADS=self.heads,
-                HEAD_DIM=self.head_dim, D=shared["D"], SPLITS=splits, S=1 << (splits - 1).bit_length(), num_warps=4,
-            )  # fmt: skip
+                part,
+                weight,
+                out,
+                arrays.decode_length,
+                sizes.chunk_rows,
+                out.stride(0),
+                HEADS=self.heads,
+                HEAD_DIM=self.head_dim,
+                D=shared["D"],
+                SPLITS=splits,
+                S=1 << (splits - 1).bit_length(),
+                num_warps=4,
+            )
 
     def _scratch(self, decodes: int, splits: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for the parts of split decodes; grows, never shrinks, one set for all layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from executor.distributed.replay import ShardedModel, load_sharded
+    from executor.distributed.sharded_replay import ShardedModel, load_sharded
 
 __all__ = ["ShardedModel", "load_sharded"]
 
@@ -13,6 +13,6 @@ __all__ = ["ShardedModel", "load_sharded"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(name)
-    from executor.distributed import replay
+    from executor.distributed import sharded_replay as replay
 
     return getattr(replay, name)

@@ -44,14 +44,23 @@ class Child:
         self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
         root = str(Path(__file__).resolve().parents[2])
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), OWN_STORE: "1", LIFELINE: "1",
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            OWN_STORE: "1",
+            LIFELINE: "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", "")))),
-        }  # fmt: skip
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "executor.distributed.worker"], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=self._words,
-        )  # fmt: skip
+            [sys.executable, "-m", "executor.distributed.worker"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._words,
+        )
 
     def last_words(self) -> str:
         """The last line that it wrote to its standard error."""

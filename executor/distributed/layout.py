@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from executor.errors import ExecutorError
-from profiler.layer_split import check_split, split_layers
-from profiler.model_spec import ModelSpec
+from profiler.specs.layer_split import check_split, split_layers
+from profiler.specs.model_spec import ModelSpec
 
 Span = tuple[int, int]
 """[first, last) of heads, rows, columns or layers."""
@@ -132,9 +132,12 @@ class Shard:
     def spec(self) -> ModelSpec:
         """The model as this rank's kernels, attention and KV pool see it: fewer layers, narrower layers."""
         return replace(
-            self.whole, layers=_length(self.layers), heads=_length(self.heads), kv_heads=_length(self.kv_heads),
+            self.whole,
+            layers=_length(self.layers),
+            heads=_length(self.heads),
+            kv_heads=_length(self.kv_heads),
             intermediate=_length(self.intermediate),
-        )  # fmt: skip
+        )
 
 
 def _length(span: Span) -> int:

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from executor.sampler import Sampling
-from executor.step import CPU, Step
+from executor.batches.batch_arrays import CPU, Step
+from executor.model.sampler import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from executor.runner import Prepared
+    from executor.serving.runner import Prepared
 
 Bytes = NDArray[np.uint8]
 _HEAD = 8
@@ -69,14 +69,22 @@ def step_bytes(
             [number, step.rows, chunks, decodes, width, len(step.sampled_rows), int(sampling is not None), len(poison)],
             np.int64,
         ),
-        step.token_ids, step.slots,
+        step.token_ids,
+        step.slots,
         np.array([value for how in draws for value in (how.seed, how.top_k)], np.int64),
         np.array([value for how in draws for value in (how.temperature, how.top_p)], np.float64).view(np.int64),
-    ]  # fmt: skip
+    ]
     narrow = [
-        step.positions, step.chunk_row, step.chunk_tokens, step.chunk_prefix, step.decode_row, step.decode_context,
-        step.sampled_rows, np.array(poison, np.int32), tables.ravel(),
-    ]  # fmt: skip
+        step.positions,
+        step.chunk_row,
+        step.chunk_tokens,
+        step.chunk_prefix,
+        step.decode_row,
+        step.decode_context,
+        step.sampled_rows,
+        np.array(poison, np.int32),
+        tables.ravel(),
+    ]
     return np.concatenate((np.concatenate(wide).view(np.uint8), np.concatenate(narrow).view(np.uint8)))
 
 
@@ -95,15 +103,24 @@ def read_plan(data: Bytes, device: torch.device = CPU) -> Plan:
     # Table rows in batch order: chunks, then decodes; a sampled row's table is that of its part.
     sampling_chunks = sampled - decodes
     step = Step(
-        rows=rows, token_ids=token_ids, positions=positions, slots=slots, tables=tables.reshape(-1, width),
-        chunk_row=chunk_row, chunk_tokens=chunk_tokens, chunk_prefix=chunk_prefix,
-        chunk_table=np.arange(chunks, dtype=np.int32), decode_row=decode_row, decode_context=decode_context,
-        decode_table=np.arange(chunks, chunks + decodes, dtype=np.int32), sampled_rows=sampled_rows,
+        rows=rows,
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        tables=tables.reshape(-1, width),
+        chunk_row=chunk_row,
+        chunk_tokens=chunk_tokens,
+        chunk_prefix=chunk_prefix,
+        chunk_table=np.arange(chunks, dtype=np.int32),
+        decode_row=decode_row,
+        decode_context=decode_context,
+        decode_table=np.arange(chunks, chunks + decodes, dtype=np.int32),
+        sampled_rows=sampled_rows,
         sampled_table=np.concatenate(
             (_chunks_of(sampled_rows[:sampling_chunks], chunk_row), np.arange(chunks, chunks + decodes, dtype=np.int32))
         ),
         device=device,
-    )  # fmt: skip
+    )
     sampling = None
     if drawn:
         pairs, shares = seeds.reshape(-1, 2).tolist(), chances.view(np.float64).reshape(-1, 2).tolist()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from executor.distributed.layout import Shard, Span
-from executor.loading import ModelSource
-from executor.weights import (
+from executor.model.loading import ModelSource
+from executor.model.weights import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -30,7 +30,7 @@ from executor.weights import (
     stored_tensor,
     tensor_homes,
 )
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 
 Shape = tuple[int, ...]
 Stored = Callable[[str, Shape], Any]
@@ -107,7 +107,7 @@ def _stored(source: ModelSource, spec: ModelSpec, seed: int) -> tuple[Stored, se
     folder = source.path
     assert isinstance(folder, Path)
     if source.kind == "gguf":
-        from executor.gguf_file import GgufFile
+        from executor.model.gguf_file import GgufFile
 
         file = GgufFile(folder)
         file.check_all_known(spec)
@@ -148,8 +148,11 @@ def part_of(name: str, shard: Shard) -> Part:
     if module in ("o_proj", "down_proj"):
         if kind == "bias":
             return Part((spec.hidden,), empty=shard.tp_rank > 0)
-        return Part((spec.hidden, spec.q_size if module == "o_proj" else spec.intermediate), 1,
-                    [q if module == "o_proj" else ffn])  # fmt: skip
+        return Part(
+            (spec.hidden, spec.q_size if module == "o_proj" else spec.intermediate),
+            1,
+            [q if module == "o_proj" else ffn],
+        )
     if name in (EMBEDDING, HEAD):
         return Part((spec.vocab, spec.hidden), 0, [shard.vocab])
     return Part((d,) if module in ("q_norm", "k_norm") else (spec.hidden,))

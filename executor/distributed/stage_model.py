@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
+from executor.batches.batch_arrays import Step
 from executor.distributed.layout import Shard
 from executor.distributed.shard_weights import StageWeights
 from executor.kernels.base import Kernels, Linear
-from executor.kv_cache import KVCache
-from executor.model import Model
-from executor.rope import rope_tables
-from executor.sampler import INVALID, Sampling, sample
-from executor.step import Step
-from executor.weights import check_executable
+from executor.kv_memory.pool import KVCache
+from executor.model.model import Model
+from executor.model.rope import rope_tables
+from executor.model.sampler import INVALID, Sampling, sample
+from executor.model.weights import check_executable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

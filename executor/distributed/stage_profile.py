@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from executor.distributed.replay import ShardedModel, run_steps
-from executor.profile_rows import iteration_rows
-from executor.step import Step
-from profiler.plan import MeasurementPlan, Point
-from profiler.profile import Profile, make_profile, write_profile
+from executor.batches.batch_arrays import Step
+from executor.distributed.sharded_replay import ShardedModel, run_steps
+from executor.measuring.profile_rows import iteration_rows
+from profiler.measurements.plan import MeasurementPlan, Point
+from profiler.measurements.profile import Profile, make_profile, write_profile
 
 Progress = Callable[[float, float, str], None]
 
@@ -51,9 +51,16 @@ def measure_stages(
 
 
 def _one_round(
-    model: ShardedModel, points: list[Point], number: int, plan: MeasurementPlan, rng: np.random.Generator,
-    blocks: int, block_size: int, entries: list[list[dict[str, Any]]], began: float,
-) -> None:  # fmt: skip
+    model: ShardedModel,
+    points: list[Point],
+    number: int,
+    plan: MeasurementPlan,
+    rng: np.random.Generator,
+    blocks: int,
+    block_size: int,
+    entries: list[list[dict[str, Any]]],
+    began: float,
+) -> None:
     ranks = model.ranks
     assert ranks is not None
     order = np.concatenate([rng.permutation(len(points)) for _ in range(plan.repeats)]).tolist()
@@ -80,11 +87,16 @@ def _one_round(
                 continue
             rows.append(
                 {
-                    "key": (number, order[at], at), "shape": points[order[at]].shape, "device_ns": end - start,
-                    "wall_ns": end - start, "cpu_ns": cpu, "before_ns": float("nan"), "after_ns": float("nan"),
+                    "key": (number, order[at], at),
+                    "shape": points[order[at]].shape,
+                    "device_ns": end - start,
+                    "wall_ns": end - start,
+                    "cpu_ns": cpu,
+                    "before_ns": float("nan"),
+                    "after_ns": float("nan"),
                     "at_s": at_s + (order_of_stage_0[batch] - since) / 1e9,
                 }
-            )  # fmt: skip
+            )
 
 
 def _profile(
@@ -99,10 +111,14 @@ def _profile(
         row["backend"] += f" stage {stage} of {layout.pp}"
         row["tensor_parallel"] = layout.tp
     provenance = {
-        "source": "measured by this project's executor, all stages at work", "stage": stage, "tp": layout.tp,
-        "pp": layout.pp, "layer_split": list(layout.split), "measuring_s": round(spent_s, 1),
+        "source": "measured by this project's executor, all stages at work",
+        "stage": stage,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "layer_split": list(layout.split),
+        "measuring_s": round(spent_s, 1),
         "plan": {"seed": plan.seed, "repeats": plan.repeats, "budget_s": plan.budget_s, **plan.provenance},
-    }  # fmt: skip
+    }
     profile = make_profile(pd.DataFrame(rows), provenance)
     write_profile(profile, out.with_name(f"{out.stem}.stage{stage}.parquet"))
     return profile
@@ -137,10 +153,18 @@ def step_of(point: Point, rng: np.random.Generator, blocks: int, block_size: int
     decode_table = np.arange(count, count + decodes, dtype=np.int32)
     rows = len(positions) + dummies
     return Step(
-        rows=rows, token_ids=rng.integers(0, vocab, rows), positions=np.append(positions, np.zeros(dummies, np.int32)),
-        slots=np.append(slots, np.full(dummies, -1)), tables=tables, chunk_row=(ends - chunks[:, 0]).astype(np.int32),
-        chunk_tokens=chunks[:, 0].copy(), chunk_prefix=chunks[:, 1].copy(),
-        chunk_table=np.arange(count, dtype=np.int32), decode_row=decode_row, decode_context=contexts,
-        decode_table=decode_table, sampled_rows=np.concatenate((ends[:sampling] - 1, decode_row)).astype(np.int32),
+        rows=rows,
+        token_ids=rng.integers(0, vocab, rows),
+        positions=np.append(positions, np.zeros(dummies, np.int32)),
+        slots=np.append(slots, np.full(dummies, -1)),
+        tables=tables,
+        chunk_row=(ends - chunks[:, 0]).astype(np.int32),
+        chunk_tokens=chunks[:, 0].copy(),
+        chunk_prefix=chunks[:, 1].copy(),
+        chunk_table=np.arange(count, dtype=np.int32),
+        decode_row=decode_row,
+        decode_context=contexts,
+        decode_table=decode_table,
+        sampled_rows=np.concatenate((ends[:sampling] - 1, decode_row)).astype(np.int32),
         sampled_table=np.concatenate((np.arange(sampling, dtype=np.int32), decode_table)),
-    )  # fmt: skip
+    )

@@ -26,8 +26,8 @@ from executor.distributed.shard_weights import shard_weights
 from executor.distributed.stage_model import StageModel
 from executor.errors import ExecutorError
 from executor.kernels import make_kernels
-from executor.kv_cache import KVCache
-from executor.loading import Loaded, find_model, pick_device, torch_dtype
+from executor.kv_memory.pool import KVCache
+from executor.model.loading import Loaded, find_model, pick_device, torch_dtype
 
 SWITCH_S = 2e-4
 """How long one thread of a rank may keep another one from the interpreter: a result has to be noticed, and a batch

@@ -36,7 +36,7 @@ from executor.distributed.stage_worker import (
     next_ready,
     stage_group,
 )
-from policies.user_code import TRACEBACKS
+from policies.edges.user_code import TRACEBACKS
 
 
 class Worker:

@@ -51,6 +51,6 @@ def _device_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kern
         from executor.kernels.compiled import CompiledKernels
 
         return CompiledKernels(device, dtype)
-    from executor.self_test import why_kernels_fail
+    from executor.checks.self_test import why_kernels_fail
 
     return DeviceKernels(device, dtype) if why_kernels_fail(device, dtype) else TritonKernels(device, dtype)

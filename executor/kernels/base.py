@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from executor.kv_cache import KVCache
-    from executor.step import Step
+    from executor.batches.batch_arrays import Step
+    from executor.kv_memory.pool import KVCache
 
 
 class Linear(ABC):

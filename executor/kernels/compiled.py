@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from executor.batches.batch_arrays import Step
 from executor.kernels.device import DeviceKernels
-from executor.kv_cache import KVCache
-from executor.step import Step
+from executor.kv_memory.pool import KVCache
 
 
 class CompiledKernels(DeviceKernels):

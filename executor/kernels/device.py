@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.device_step import arrays_of
+from executor.batches.batch_arrays import Step
+from executor.batches.device_arrays import arrays_of
 from executor.errors import ExecutorError
 from executor.kernels.base import Linear
 from executor.kernels.plain import PlainKernels
-from executor.kv_cache import KVCache
-from executor.step import Step
+from executor.kv_memory.pool import KVCache
 
 FUSIONS = frozenset({"norm", "residual", "rotary", "silu"})
 """norm: RMSNorm in one pass. residual: the residual sum in the same pass as the norm after it (instead of in the matrix
@@ -117,10 +117,19 @@ class TritonKernels(DeviceKernels):
         out = self.buffer(name, rows, columns)
         if rows:
             rms_norm_rows[(rows,)](
-                x, x if added is None else added, weight, out, x.stride(0), 0 if added is None else added.stride(0),
-                out.stride(0), eps, COLUMNS=columns, C=_power(columns), ADD=added is not None,
+                x,
+                x if added is None else added,
+                weight,
+                out,
+                x.stride(0),
+                0 if added is None else added.stride(0),
+                out.stride(0),
+                eps,
+                COLUMNS=columns,
+                C=_power(columns),
+                ADD=added is not None,
                 num_warps=8 if columns > 2048 else 4,
-            )  # fmt: skip
+            )
         return out
 
     def add_and_norm(
@@ -166,11 +175,28 @@ class TritonKernels(DeviceKernels):
         q_norm, k_norm = norms or (rope[0], rope[0])
         if step.rows:
             rotate_and_store_rows[step.rows, heads + 2 * kv_heads](
-                qkv, arrays.positions, arrays.slots, *rope, q_norm, k_norm, keys, values, qkv.stride(0),
-                keys.stride(0), keys.stride(1), keys.stride(2), eps, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=d,
-                D=max(16, _power(d)), HALF=rope[0].shape[1], BLOCK_SIZE=cache.block_size, NORMED=norms is not None,
+                qkv,
+                arrays.positions,
+                arrays.slots,
+                *rope,
+                q_norm,
+                k_norm,
+                keys,
+                values,
+                qkv.stride(0),
+                keys.stride(0),
+                keys.stride(1),
+                keys.stride(2),
+                eps,
+                HEADS=heads,
+                KV_HEADS=kv_heads,
+                HEAD_DIM=d,
+                D=max(16, _power(d)),
+                HALF=rope[0].shape[1],
+                BLOCK_SIZE=cache.block_size,
+                NORMED=norms is not None,
                 num_warps=1 if d <= 128 else 2,
-            )  # fmt: skip
+            )
 
 
 def _power(size: int) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from executor.batches.batch_arrays import Step, address
 from executor.errors import ExecutorError
-from executor.huge_pages import advise_huge_pages
 from executor.kernels.base import Kernels, Linear
-from executor.kv_cache import KVCache
+from executor.kv_memory.pool import KVCache
+from executor.machine.huge_pages import advise_huge_pages
 from executor.native.library import Rotation, native_library
-from executor.step import Step, address
 
 _STORE, _ADD, _SILU_MUL = 0, 1, 2
 DTYPES = (torch.float32, torch.bfloat16)

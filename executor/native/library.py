@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from executor.errors import ExecutorError
-from policies.output_file import clear_leftovers, scratch_prefix
+from policies.edges.output_file import clear_leftovers, scratch_prefix
 
 _SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread")

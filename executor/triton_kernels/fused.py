@@ -12,9 +12,18 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_rows(
-    x_ptr, added_ptr, weight_ptr, out_ptr, stride_x, stride_added, stride_out, eps,
-    COLUMNS: tl.constexpr, C: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    added_ptr,
+    weight_ptr,
+    out_ptr,
+    stride_x,
+    stride_added,
+    stride_out,
+    eps,
+    COLUMNS: tl.constexpr,
+    C: tl.constexpr,
+    ADD: tl.constexpr,
+):
     """out = rms_norm(x) * weight; with ADD x += added comes first, x is written back. Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C)
@@ -32,9 +41,7 @@ def rms_norm_rows(
 
 
 @triton.jit
-def silu_mul_rows(
-    gate_up_ptr, out_ptr, stride_in, stride_out, COLUMNS: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+def silu_mul_rows(gate_up_ptr, out_ptr, stride_in, stride_out, COLUMNS: tl.constexpr, C: tl.constexpr):
     """out = silu(gate) * up, with gate and up side by side in a row. Grid: (rows, parts of C columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * C + tl.arange(0, C)
@@ -48,11 +55,28 @@ def silu_mul_rows(
 
 @triton.jit
 def rotate_and_store_rows(
-    qkv_ptr, positions_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr,
-    stride_row, stride_block, stride_head, stride_slot, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    keys_ptr,
+    values_ptr,
+    stride_row,
+    stride_block,
+    stride_head,
+    stride_slot,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORMED: tl.constexpr,
+):
     """One head of one row: norm (Qwen3) and rotate a query in place, or a key on its way to the pool, or copy a value.
 
     Grid: (rows, HEADS + 2 KV_HEADS). The pairs are (i, i + HALF) over the rotated part of a head; a rotated key is

@@ -16,11 +16,29 @@ NONE_SEEN = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _attend_keys(
-    q, acc, best, total, from_key, to_key, row_position, end,
-    keys, values, table, stride_block, stride_slot, log2_scale,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    acc,
+    best,
+    total,
+    from_key,
+    to_key,
+    row_position,
+    end,
+    keys,
+    values,
+    table,
+    stride_block,
+    stride_slot,
+    log2_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One pass over keys [from_key, to_key) in steps of N; rows see keys up to row_position, none at or beyond end."""
     column = tl.arange(0, D)
     inner = column < HEAD_DIM
@@ -57,11 +75,32 @@ def _attend_keys(
 
 @triton.jit
 def chunk_attention(
-    q_ptr, out_ptr, keys_ptr, values_ptr, tables_ptr, tile_row_ptr, tile_count_ptr, tile_position_ptr, tile_chunk_ptr,
-    log2_scale, stride_q, stride_out, stride_block, stride_head, stride_slot, stride_table,
-    SHARE: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    out_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    tile_row_ptr,
+    tile_count_ptr,
+    tile_position_ptr,
+    tile_chunk_ptr,
+    log2_scale,
+    stride_q,
+    stride_out,
+    stride_block,
+    stride_head,
+    stride_slot,
+    stride_table,
+    SHARE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One query tile of one head: M rows at consecutive positions of one request. Grid: (heads, tiles)."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -94,13 +133,53 @@ def chunk_attention(
             # Keys that every row of the tile sees need no mask.
             seen_by_all = (position + 1) // N * N
             acc, best, total = _attend_keys(
-                q, acc, best, total, from_key, seen_by_all, row_position, end, keys, values, table, stride_block,
-                stride_slot, log2_scale, BLOCK_SIZE, HEAD_DIM, D, N, WINDOW, False, WIDEN, PRECISION,
-            )  # fmt: skip
+                q,
+                acc,
+                best,
+                total,
+                from_key,
+                seen_by_all,
+                row_position,
+                end,
+                keys,
+                values,
+                table,
+                stride_block,
+                stride_slot,
+                log2_scale,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                D,
+                N,
+                WINDOW,
+                False,
+                WIDEN,
+                PRECISION,
+            )
         acc, best, total = _attend_keys(
-            q, acc, best, total, seen_by_all, end, row_position, end, keys, values, table, stride_block,
-            stride_slot, log2_scale, BLOCK_SIZE, HEAD_DIM, D, N, WINDOW, True, WIDEN, PRECISION,
-        )  # fmt: skip
+            q,
+            acc,
+            best,
+            total,
+            seen_by_all,
+            end,
+            row_position,
+            end,
+            keys,
+            values,
+            table,
+            stride_block,
+            stride_slot,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            D,
+            N,
+            WINDOW,
+            True,
+            WIDEN,
+            PRECISION,
+        )
         out_at = (first_row + row[:, None]) * stride_out + head * HEAD_DIM + column[None, :]
         result = acc / tl.maximum(total, 1.0e-30)[:, None]
         tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=mask)
@@ -108,12 +187,34 @@ def chunk_attention(
 
 @triton.jit
 def decode_attention(
-    q_ptr, out_ptr, part_ptr, weight_ptr, keys_ptr, values_ptr, tables_ptr, length_ptr,
-    log2_scale, first_row, stride_q, stride_out, stride_block, stride_head, stride_slot, stride_table,
-    HEADS: tl.constexpr, SHARE: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    G: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, WIDEN: tl.constexpr,
+    q_ptr,
+    out_ptr,
+    part_ptr,
+    weight_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    length_ptr,
+    log2_scale,
+    first_row,
+    stride_q,
+    stride_out,
+    stride_block,
+    stride_head,
+    stride_slot,
+    stride_table,
+    HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """One part of one decode's context, for the heads that share a KV head. Grid: (decodes, KV heads, SPLITS).
 
     With one split the result goes to out; otherwise part [decodes, HEADS, SPLITS, HEAD_DIM] (float32, normalised) and
@@ -144,10 +245,29 @@ def decode_attention(
         table = tables_ptr + decode.to(tl.int64) * stride_table
         of_head = kv_head.to(tl.int64) * stride_head
         acc, best, total = _attend_keys(
-            q, acc, best, total, from_key, to_key, tl.zeros([G], tl.int32) + (length - 1), to_key,
-            keys_ptr + of_head, values_ptr + of_head, table, stride_block, stride_slot, log2_scale,
-            BLOCK_SIZE, HEAD_DIM, D, N, WINDOW, True, WIDEN, PRECISION,
-        )  # fmt: skip
+            q,
+            acc,
+            best,
+            total,
+            from_key,
+            to_key,
+            tl.zeros([G], tl.int32) + (length - 1),
+            to_key,
+            keys_ptr + of_head,
+            values_ptr + of_head,
+            table,
+            stride_block,
+            stride_slot,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            D,
+            N,
+            WINDOW,
+            True,
+            WIDEN,
+            PRECISION,
+        )
         result = acc / tl.maximum(total, 1.0e-30)[:, None]
         if SPLITS == 1:
             at = row * stride_out + head[:, None] * HEAD_DIM + column[None, :]
@@ -161,9 +281,18 @@ def decode_attention(
 
 @triton.jit
 def merge_splits(
-    part_ptr, weight_ptr, out_ptr, length_ptr, first_row, stride_out,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
+    part_ptr,
+    weight_ptr,
+    out_ptr,
+    length_ptr,
+    first_row,
+    stride_out,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    S: tl.constexpr,
+):
     """Join the parts of one head of one decode. Grid: (decodes, HEADS)."""
     decode = tl.program_id(0)
     head = tl.program_id(1)

@@ -11,16 +11,27 @@ from collections.abc import Hashable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from metrics.report import format_value
-from metrics.tables import RunTables
+from metrics.drawing.text_tables import format_value
+from metrics.run_folder.tables import RunTables
 
 COMPARED = (
-    ("finished", "finished", 0), ("ttft_s_p50", "TTFT P50", -1), ("ttft_s_p99", "TTFT P99", -1),
-    ("tbt_s_p50", "TBT P50", -1), ("tbt_s_p99", "TBT P99", -1), ("tbt_s_max", "TBT max", -1), ("stalls", "stalls", -1),
-    ("e2e_s_p50", "E2E P50", -1), ("requests_per_s", "requests/s", 1), ("output_tokens_per_s", "output tokens/s", 1),
-    ("goodput_requests_per_s", "goodput", 1), ("slo_attainment", "SLO met", 1), ("preemptions", "preemptions", -1),
-    ("dummy_share", "dummy rows", -1), ("kv_use_max", "KV in use, most", 0), ("device_busy_share", "devices busy", 0),
-)  # fmt: skip
+    ("finished", "finished", 0),
+    ("ttft_s_p50", "TTFT P50", -1),
+    ("ttft_s_p99", "TTFT P99", -1),
+    ("tbt_s_p50", "TBT P50", -1),
+    ("tbt_s_p99", "TBT P99", -1),
+    ("tbt_s_max", "TBT max", -1),
+    ("stalls", "stalls", -1),
+    ("e2e_s_p50", "E2E P50", -1),
+    ("requests_per_s", "requests/s", 1),
+    ("output_tokens_per_s", "output tokens/s", 1),
+    ("goodput_requests_per_s", "goodput", 1),
+    ("slo_attainment", "SLO met", 1),
+    ("preemptions", "preemptions", -1),
+    ("dummy_share", "dummy rows", -1),
+    ("kv_use_max", "KV in use, most", 0),
+    ("device_busy_share", "devices busy", 0),
+)
 """Columns of the comparison: key of the summary, heading, whether more (1) or less (-1) is better."""
 
 
@@ -67,10 +78,15 @@ def _setting(run: RunTables) -> Hashable:
     trace = config.get("trace")
     trace = trace if isinstance(trace, Mapping) else {}
     return (
-        str(config.get("world")), str(config.get("model")), gpus, str(config.get("cost_kind")),
+        str(config.get("world")),
+        str(config.get("model")),
+        gpus,
+        str(config.get("cost_kind")),
         str(devices or (config.get("tp") or 1) * (config.get("pp") or 1)),
-        str(trace.get("name")), str(trace.get("requests")), str(trace.get("span_s")),
-    )  # fmt: skip
+        str(trace.get("name")),
+        str(trace.get("requests")),
+        str(trace.get("span_s")),
+    )
 
 
 def _about_best(setting: Mapping[str, Hashable]) -> str:

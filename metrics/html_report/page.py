@@ -15,18 +15,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from metrics.columns import MetricsError
 from metrics.html_report.comparison import comparison
 from metrics.html_report.plots import run_plots
 from metrics.html_report.requests import inspected_requests
 from metrics.html_report.row_tables import RowTable, tables_section
 from metrics.html_report.timeline import Slice, timeline_of
 from metrics.html_report.trust import trust_of
-from metrics.run_folder import json_ready
-from metrics.tables import RunTables
-from policies.output_file import write_text
+from metrics.run_folder.columns import MetricsError
+from metrics.run_folder.folder import json_ready
+from metrics.run_folder.tables import RunTables
+from policies.edges.output_file import write_text
 
 SCRIPTS = ("plots.js", "timeline.js", "inspector.js")
+
 
 def write_report(
     path: str | Path,
@@ -49,7 +50,7 @@ def write_report(
         raise MetricsError("report: found neither runs nor tables, expected at least one of them")
     for label, run in runs.items():
         if not run.summary:
-            from metrics.summary import summarise
+            from metrics.measures.summary import summarise
 
             run.summary = summarise(run)
         if not run.config:
@@ -89,9 +90,15 @@ def _page(
     )
     scripts = "".join(f"<script>{_asset(name)}</script>" for name in SCRIPTS)
     return _asset("page.html").format(
-        title=escape(question), question=escape(question), links=links, body=body, style=_asset("report.css"),
-        data=_embedded(data), plotly=_plotly(), scripts=scripts,
-    )  # fmt: skip
+        title=escape(question),
+        question=escape(question),
+        links=links,
+        body=body,
+        style=_asset("report.css"),
+        data=_embedded(data),
+        plotly=_plotly(),
+        scripts=scripts,
+    )
 
 
 def _embedded(data: Any) -> str:

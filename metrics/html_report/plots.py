@@ -8,26 +8,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.figure_style import LineStyle, styles_for
-from metrics.latencies import finished_latencies
-from metrics.statistics import percentiles
-from metrics.tables import RunTables
-from metrics.token_times import TokenTimes
-from metrics.windows import held_ns
+from metrics.drawing.figure_style import LineStyle, styles_for
+from metrics.measures.latencies import finished_latencies
+from metrics.measures.statistics import percentiles
+from metrics.measures.token_times import TokenTimes
+from metrics.measures.windows import held_ns
+from metrics.run_folder.tables import RunTables
 
 Floats = NDArray[np.float64]
 Plot = dict[str, Any]
 
 BINS = 120
-TAIL = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92, 94, 95, 96, 97, 98, 98.5, 99, 99.3, 99.5, 99.7, 99.8,
-        99.9, 99.95, 99.99, 100)  # fmt: skip
+TAIL = (
+    0,
+    1,
+    5,
+    10,
+    20,
+    30,
+    40,
+    50,
+    60,
+    70,
+    75,
+    80,
+    85,
+    90,
+    92,
+    94,
+    95,
+    96,
+    97,
+    98,
+    98.5,
+    99,
+    99.3,
+    99.5,
+    99.7,
+    99.8,
+    99.9,
+    99.95,
+    99.99,
+    100,
+)
 """Percentiles that a tail is drawn through."""
 
 _SYMBOLS = {
-    "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "x": "x", "P": "cross",
-    "<": "triangle-left", ">": "triangle-right", "h": "hexagon", "*": "star", "p": "pentagon", "d": "diamond-tall",
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "x": "x",
+    "P": "cross",
+    "<": "triangle-left",
+    ">": "triangle-right",
+    "h": "hexagon",
+    "*": "star",
+    "p": "pentagon",
+    "d": "diamond-tall",
     "8": "octagon",
-}  # fmt: skip
+}
 
 
 def run_plots(runs: Mapping[str, RunTables]) -> list[Plot]:
@@ -68,10 +109,17 @@ def _tail(
     for trace in traces:
         trace["y"] = [max(value, 0.005) for value in trace["y"]]
     percent = f"% that {share.partition(' that ')[2]}"
-    layout = {"xaxis": {"type": "log", "title": {"text": "seconds"}},
-              "yaxis": {"type": "log", "title": {"text": percent}, "range": [-2.4, 2.05]}}  # fmt: skip
-    return {"id": key, "title": title, "says": f"Each point: {share} than the time below it.", "traces": traces,
-            "layout": layout}  # fmt: skip
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "seconds"}},
+        "yaxis": {"type": "log", "title": {"text": percent}, "range": [-2.4, 2.05]},
+    }
+    return {
+        "id": key,
+        "title": title,
+        "says": f"Each point: {share} than the time below it.",
+        "traces": traces,
+        "layout": layout,
+    }
 
 
 def _load(runs: Mapping[str, RunTables], styles: Mapping[str, LineStyle]) -> list[Plot]:
@@ -84,13 +132,28 @@ def _load(runs: Mapping[str, RunTables], styles: Mapping[str, LineStyle]) -> lis
             if values is not None:
                 middle = (edges[1:] + edges[:-1]) / 2
                 look = _look(styles[label])
-                traces.append({"name": label, "x": _short(middle), "y": _short(values), "mode": "lines+markers",
-                               "line": look["line"], "marker": {**look["marker"], "maxdisplayed": 12}})  # fmt: skip
+                traces.append(
+                    {
+                        "name": label,
+                        "x": _short(middle),
+                        "y": _short(values),
+                        "mode": "lines+markers",
+                        "line": look["line"],
+                        "marker": {**look["marker"], "maxdisplayed": 12},
+                    }
+                )
         unit = "% of blocks" if column == "kv" else "requests"
         layout = {"xaxis": {"title": {"text": "time (s)"}}, "yaxis": {"title": {"text": unit}, "rangemode": "tozero"}}
         if traces:
-            plots.append({"id": column, "title": title, "says": "Means over equal slices of the run.", "traces": traces,
-                          "layout": layout})  # fmt: skip
+            plots.append(
+                {
+                    "id": column,
+                    "title": title,
+                    "says": "Means over equal slices of the run.",
+                    "traces": traces,
+                    "layout": layout,
+                }
+            )
     return plots
 
 
@@ -107,14 +170,26 @@ def _composition(label: str, run: RunTables) -> Plot:
     )
     for name, column, colour, hatch in looks:
         mean = np.histogram(end, edges, weights=run.column("iterations", column))[0] / batches
-        traces.append({"name": name, "x": middle, "y": _short(mean), "mode": "lines", "stackgroup": "tokens",
-                       "line": {"width": 0.5, "color": colour}, "fillcolor": colour,
-                       "fillpattern": {"shape": hatch, "bgcolor": colour, "fgcolor": "#FFFFFF",
-                                       "solidity": 0.2}})  # fmt: skip
+        traces.append(
+            {
+                "name": name,
+                "x": middle,
+                "y": _short(mean),
+                "mode": "lines",
+                "stackgroup": "tokens",
+                "line": {"width": 0.5, "color": colour},
+                "fillcolor": colour,
+                "fillpattern": {"shape": hatch, "bgcolor": colour, "fgcolor": "#FFFFFF", "solidity": 0.2},
+            }
+        )
     layout = {"xaxis": {"title": {"text": "time (s)"}}, "yaxis": {"title": {"text": "tokens per batch"}}}
-    return {"id": f"batches-{label}", "title": f"What batches are made of: {label}",
-            "says": "Mean tokens of a batch over equal slices of the run.", "traces": traces,
-            "layout": layout}  # fmt: skip
+    return {
+        "id": f"batches-{label}",
+        "title": f"What batches are made of: {label}",
+        "says": "Mean tokens of a batch over equal slices of the run.",
+        "traces": traces,
+        "layout": layout,
+    }
 
 
 def _over_time(run: RunTables, column: str, edges: Floats) -> Floats | None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.report import format_value
-from metrics.summary import STALL_BOUND_S
-from metrics.tables import RunTables
-from metrics.token_times import TokenTimes
+from metrics.drawing.text_tables import format_value
+from metrics.measures.summary import STALL_BOUND_S
+from metrics.measures.token_times import TokenTimes
+from metrics.run_folder.tables import RunTables
 
 Ints = NDArray[np.int64]
 

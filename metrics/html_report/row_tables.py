@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from metrics.run_folder import json_ready
+from metrics.run_folder.folder import json_ready
 
 MOST_ROWS = 1_000
 """Of a table that people read; a search for one row among more is made in the file that holds them."""
@@ -33,14 +33,16 @@ class RowTable:
         """Every key that any row has a value for, in the order of their first rows."""
         return list(dict.fromkeys(key for row in self.rows for key, value in row.items() if value is not None))
 
-
     def for_script(self) -> dict[str, Any]:
         """What the script draws from: every row, column by column."""
         columns = {name: [_seven_digits(json_ready(row.get(name))) for row in self.rows] for name in self.columns}
         return {
-            "title": self.title, "axes": list(self.axes), "note": self.note, "length": len(self.rows),
+            "title": self.title,
+            "axes": list(self.axes),
+            "note": self.note,
+            "length": len(self.rows),
             "columns": columns,
-        }  # fmt: skip
+        }
 
 
 def tables_section(tables: Sequence[RowTable]) -> str:

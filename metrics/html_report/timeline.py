@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.bubbles import Gaps, find_bubbles
-from metrics.causes import CAUSE_NAMES, CAUSES
-from metrics.pipeline import Schedule, schedules
-from metrics.tables import RunTables
+from metrics.measures.bubble_causes import CAUSE_NAMES, CAUSES
+from metrics.pipelines.bubbles import Gaps, find_bubbles
+from metrics.pipelines.stage_schedule import Schedule, schedules
+from metrics.run_folder.tables import RunTables
 
 Ints = NDArray[np.int64]
 
@@ -66,7 +66,7 @@ def timeline_of(run: RunTables, window: Slice | None) -> dict[str, Any]:
 
 def _around_longest_stall(run: RunTables, found: list[Schedule]) -> tuple[int, int]:
     """A part with about MOST_BATCHES batches, in whose middle the longest gap between two tokens ends."""
-    from metrics.token_times import TokenTimes
+    from metrics.measures.token_times import TokenTimes
 
     tokens = TokenTimes(run)
     cover = tokens.cover()

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from metrics.report import format_value
-from metrics.run_folder import json_ready
-from metrics.tables import RunTables
+from metrics.drawing.text_tables import format_value
+from metrics.run_folder.folder import json_ready
+from metrics.run_folder.tables import RunTables
 
 
 def trust_of(runs: Mapping[str, RunTables], notes: Sequence[str]) -> str:

@@ -13,6 +13,16 @@ from simulator.routers.router import (
 )
 
 __all__ = [
-    "Load", "ReplicaView", "Router", "choose", "least", "make_router", "numbered", "outstanding_requests",
-    "outstanding_tokens", "router_class", "router_knobs", "router_names",
-]  # fmt: skip
+    "Load",
+    "ReplicaView",
+    "Router",
+    "choose",
+    "least",
+    "make_router",
+    "numbered",
+    "outstanding_requests",
+    "outstanding_tokens",
+    "router_class",
+    "router_knobs",
+    "router_names",
+]

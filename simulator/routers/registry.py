@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from policies.errors import PolicyError
+from policies.edges.errors import PolicyError
 from policies.registry import Knob, class_from_file, knob_value, knobs_of, loaded
 from simulator.errors import SimulationError
 from simulator.routers.router import Router

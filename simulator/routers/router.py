@@ -64,13 +64,13 @@ class Router:
     oblivious: ClassVar[bool] = False
     """Its promise to look at the request, its own memory and of a replica no more than number, total_blocks and
     block_size. What it chooses is then known before anything runs, which makes many replicas fast
-    (simulator/independent.py)."""
+    (simulator/cluster/in_turn.py)."""
     routes_by: ClassVar[str] = ""
     """Without which column of the trace (session, prefix_hashes) it has nothing to go by; a run without it says so."""
     on_demand: ClassVar[bool] = False
     """Its promise to look at replicas only through the `replicas` that it is given, each time anew: by index, by going
     through them, by `least` or `numbered`; never at one that it kept from an earlier request. Replicas are then
-    simulated no further than it looks (simulator/fleet.py)."""
+    simulated no further than it looks (simulator/cluster/in_own_time.py)."""
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         """One of `replicas` (at least one, ascending numbers, all up). rng: the only source of chance, seeded."""
@@ -107,9 +107,7 @@ def outstanding_tokens(replica: ReplicaView) -> int:
     return replica.prefill_tokens + replica.decode_tokens_promised
 
 
-def least(
-    replicas: Sequence[View], load: Callable[[View], Any], among: Sequence[int] | None = None
-) -> View:
+def least(replicas: Sequence[View], load: Callable[[View], Any], among: Sequence[int] | None = None) -> View:
     """The replica with the smallest load; of equals the first, which has the lowest number where numbers ascend.
 
     among: the places of those that are compared, ascending; all unless given.

@@ -8,7 +8,7 @@ from random import Random
 from typing import ClassVar
 
 from policies import Request
-from policies.policy import knob
+from policies.contract.policy import knob
 from simulator.routers.router import ReplicaView, Router, least, numbered, outstanding_requests
 
 

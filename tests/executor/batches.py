@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from executor.step import Step
+from executor.batches.batch_arrays import Step
 
 
 def make_step(

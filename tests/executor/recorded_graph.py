@@ -28,14 +28,16 @@ class _Recorder(TorchDispatchMode):
             raise RuntimeError(f"not permitted while a stream is capturing: {func}")
         if "index" in str(func):
             masks = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.dtype == torch.bool]
-            assert not masks or "masked_fill" in str(func), f"{func}: a boolean index has a shape that depends on values"
+            assert not masks or "masked_fill" in str(func), (
+                f"{func}: a boolean index has a shape that depends on values"
+            )
         result = func(*args, **kwargs)
         self.operations.append((func, args, kwargs, result))
         return result
 
 
 class RecordedGraph:
-    """Has what `executor.cuda_graphs.Capture` asks for."""
+    """Has what `executor.model.cuda_graphs.Capture` asks for."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Any, Any, Any, Any]] = []

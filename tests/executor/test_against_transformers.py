@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor.loading import Loaded, load_model
-from executor.step import Step
+from executor.batches.batch_arrays import Step
+from executor.model.loading import Loaded, load_model
 
 transformers = pytest.importorskip("transformers")
 

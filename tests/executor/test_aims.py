@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor.aims import aims, measure_aims
-from executor.ceilings import Ceilings, measure_ceilings
-from executor.loading import load_model
-from executor.self_test import report_lines, self_test
+from executor.checks.self_test import report_lines, self_test
+from executor.machine.ceilings import Ceilings, measure_ceilings
+from executor.measuring.judged_batches import aims, measure_aims
+from executor.model.loading import load_model
 from tests.executor.recorded_graph import RecordedGraph
 
 CEILINGS = Ceilings("paper", "float32", 1e11, 1e12, 0, 0, 0.0)
@@ -18,8 +18,10 @@ def test_every_batch_is_timed_with_and_without_graphs_and_told_as_a_share_of_its
     loaded = load_model("nano", device="cpu", kernels="plain_device", attention="paged", max_tokens=512)
     rows = list(measure_aims(loaded, CEILINGS, wanted=aims(scale=32), repeats=1, new_capture=RecordedGraph))
     assert [(row["batch"], row["variant"]) for row in rows[:3]] == [
-        ("decode", "plain"), ("decode", "graphs"), ("prefill", "plain"),
-    ]  # fmt: skip
+        ("decode", "plain"),
+        ("decode", "graphs"),
+        ("prefill", "plain"),
+    ]
     assert len(rows) == 10
     for row in rows:
         assert row["share"] == pytest.approx(row["bound_s"] / row["seconds"])

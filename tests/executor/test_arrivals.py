@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor.arrivals import NEVER, Arrivals
+from executor.serving.arrivals import NEVER, Arrivals
 from workloads import Trace
 
 
@@ -12,9 +12,14 @@ def session() -> Trace:
     """Row 1 follows row 0 after 2 s; row 2 arrives by itself at 3 s."""
     lengths = np.ones(3, np.int64)
     return Trace(
-        "session", np.array([0, 0, 3]) * 10**9, lengths, lengths, lengths,
-        after_row=np.array([-1, 0, -1]), think_ns=np.array([0, 2, 0]) * 10**9,
-    )  # fmt: skip
+        "session",
+        np.array([0, 0, 3]) * 10**9,
+        lengths,
+        lengths,
+        lengths,
+        after_row=np.array([-1, 0, -1]),
+        think_ns=np.array([0, 2, 0]) * 10**9,
+    )
 
 
 def test_a_follower_arrives_a_scaled_think_time_after_the_answer_before_it() -> None:

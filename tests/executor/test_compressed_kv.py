@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from executor.compressed_kv import CompressedKVCache, dequantise, pack, pack_codes, quantise, unpack, unpack_codes
 from executor.errors import ExecutorError
-from executor.loading import load_model
-from executor.packed_swap import PackedHostCache
-from policies.swap import Move
+from executor.kv_memory.compressed_pool import (
+    CompressedKVCache,
+    dequantise,
+    pack,
+    pack_codes,
+    quantise,
+    unpack,
+    unpack_codes,
+)
+from executor.kv_memory.packed_host_copies import PackedHostCache
+from executor.model.loading import load_model
+from policies.kv_memory.swap import Move
 from profiler.errors import ProfileError
-from profiler.kv_compression import Compression
-from profiler.model_spec import ModelSpec
+from profiler.specs.kv_compression import Compression
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.test_mixed_batches import LENGTHS, small_trace
 
 SPEC = ModelSpec(
@@ -120,7 +128,7 @@ def test_too_little_room_in_full_precision_is_said() -> None:
 @pytest.mark.parametrize("coding", ["kivi8", "delta8"])
 def test_a_live_run_over_packed_keys_and_values_answers_almost_alike(coding: str) -> None:
     from executor.config import LiveConfig
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     loaded = load_model(SPEC, device="cpu", dtype="float32", kernels="torch", attention="reading", seed=5)
     trace = small_trace([(prompt + 60, output) for prompt, output in LENGTHS])
@@ -143,13 +151,22 @@ def test_mistakes_are_named() -> None:
 
 def test_packed_runs_climb_the_ladder_too() -> None:
     from executor.config import LiveConfig
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     loaded = load_model(SPEC, device="cpu", dtype="float32", kernels="torch", attention="reading", seed=5)
     config = LiveConfig(
-        policy="chunked", knobs={"chunk_size": 32}, as_fast_as_possible=True, block_size=8, num_blocks=16,
-        watermark=0.0, kv_compression="kivi8", kv_window=16, max_num_seqs=3, token_budget=64, ladder="preempt,plain",
-    )  # fmt: skip
+        policy="chunked",
+        knobs={"chunk_size": 32},
+        as_fast_as_possible=True,
+        block_size=8,
+        num_blocks=16,
+        watermark=0.0,
+        kv_compression="kivi8",
+        kv_window=16,
+        max_num_seqs=3,
+        token_budget=64,
+        ladder="preempt,plain",
+    )
     run = replay_live(small_trace(LENGTHS), config, loaded=loaded)
     assert set(run.tables.column("requests", "status")) == {"finished"}
 
@@ -163,14 +180,22 @@ def tight(**options: object):
     from executor.config import LiveConfig
 
     return LiveConfig(
-        policy="vllm_v1", token_budget=256, as_fast_as_possible=True, block_size=8, kv_compression="kivi4",
-        kv_window=16, watermark=0.0, swap_gib=0.002, swap_page_mib=0.01, **options,
-    )  # fmt: skip
+        policy="vllm_v1",
+        token_budget=256,
+        as_fast_as_possible=True,
+        block_size=8,
+        kv_compression="kivi4",
+        kv_window=16,
+        watermark=0.0,
+        swap_gib=0.002,
+        swap_page_mib=0.01,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_swapped_packed_requests_answer_as_if_they_had_stayed(ahead: bool) -> None:
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     loaded = packed_model()
     trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
@@ -185,7 +210,7 @@ def test_swapped_packed_requests_answer_as_if_they_had_stayed(ahead: bool) -> No
 
 
 def test_planning_ahead_over_a_packed_pool_changes_no_answer() -> None:
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     loaded = packed_model()
     trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])
@@ -248,7 +273,7 @@ def test_a_packed_pool_on_this_gpu_holds_what_one_on_the_cpu_holds(coding: str) 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_live_run_over_a_packed_pool_on_this_gpu_swaps_and_finishes() -> None:
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     loaded = load_model(SPEC, device="cuda", dtype="float32", kernels="torch", attention="reading", seed=5)
     trace = small_trace([(prompt + 10, output + 40) for prompt, output in LENGTHS])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from executor.cpu_clock import is_coarse, step_clock
+from executor.machine.cpu_clock import is_coarse, step_clock
 
 
 def test_a_clock_that_ticks_is_told_from_one_that_runs() -> None:

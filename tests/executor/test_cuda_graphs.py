@@ -11,20 +11,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from executor.cuda_graphs import Buckets, GraphedModel, graphs_for
-from executor.device_step import Sizes, sizes_of
+from executor.batches.batch_arrays import Step
+from executor.batches.device_arrays import Sizes, sizes_of
 from executor.errors import ExecutorError
-from executor.kv_cache import KVCache
-from executor.loading import Loaded, load_model
-from executor.step import Step
-from profiler.model_spec import ModelSpec
+from executor.kv_memory.pool import KVCache
+from executor.model.cuda_graphs import Buckets, GraphedModel, graphs_for
+from executor.model.loading import Loaded, load_model
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 from tests.executor.recorded_graph import RecordedGraph
 
 SPEC = ModelSpec(
-    name="small", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=40, vocab=61, max_position=512,
+    name="small",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate=40,
+    vocab=61,
+    max_position=512,
     qk_norm=True,
-)  # fmt: skip
+)
 BUCKETS = Buckets(blocks=10, decodes=(1, 2, 4, 8), chunk_rows=96, tile=16, chunks=3)
 
 
@@ -80,10 +88,13 @@ def test_batches_fall_into_tile_aligned_buckets() -> None:
 
 def test_a_replay_equals_the_plain_pass_and_padding_writes_nowhere() -> None:
     steps = [
-        make_step([], [3, 9, 40], vocab=61, seed=1), make_step([], [30, 2, 77, 5], vocab=61, seed=2),
-        make_step([(20, 0), (5, 31)], [3, 99], vocab=61, seed=3), make_step([(32, 16)], [7, 8, 9], vocab=61, seed=4),
-        make_step([(1, 120)], [], vocab=61, seed=5), make_step([(17, 3)], [1], dummies=5, vocab=61, seed=6),
-    ]  # fmt: skip
+        make_step([], [3, 9, 40], vocab=61, seed=1),
+        make_step([], [30, 2, 77, 5], vocab=61, seed=2),
+        make_step([(20, 0), (5, 31)], [3, 99], vocab=61, seed=3),
+        make_step([(32, 16)], [7, 8, 9], vocab=61, seed=4),
+        make_step([(1, 120)], [], vocab=61, seed=5),
+        make_step([(17, 3)], [1], dummies=5, vocab=61, seed=6),
+    ]
     pool = pool_for(*steps)
     model = graphed(pool)
     for step in [*steps, *reversed(steps)]:
@@ -159,8 +170,12 @@ def test_a_run_captures_what_it_may_meet_and_no_more() -> None:
     found = [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(3)]
     assert found == [(0, 4), (0, 2), (0, 1), (32, 4), (32, 0), (16, 4), (16, 0)]
     assert [(sizes.chunk_rows, sizes.decodes) for sizes in buckets.all_sizes(100)][:5] == [
-        (0, 8), (0, 4), (0, 2), (0, 1), (32, 8),
-    ]  # fmt: skip
+        (0, 8),
+        (0, 4),
+        (0, 2),
+        (0, 1),
+        (32, 8),
+    ]
     # A chunk beside one decode has the bucket of four.
     fitted = buckets.fit(sizes_of(make_step([(20, 0)], [3]), 16, 16))
     assert fitted is not None
@@ -199,8 +214,8 @@ def test_real_graphs_equal_the_plain_pass() -> None:
 def test_a_live_run_through_graphs_answers_as_without_and_records_the_rows_that_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from executor import runner
-    from executor.live import replay_live
+    from executor.serving import runner
+    from executor.serving.replay import replay_live
     from workloads.trace import Trace
 
     prompt, output = np.array([40, 9, 23, 70]), np.array([6, 9, 3, 8])
@@ -214,7 +229,9 @@ def test_a_live_run_through_graphs_answers_as_without_and_records_the_rows_that_
     )
     ours = replay_live(trace, loaded=loaded(), **options)
     assert ours.answers == plain.answers
-    rows = ours.tables.iterations.to_pandas() if hasattr(ours.tables.iterations, "to_pandas") else ours.tables.iterations
+    rows = (
+        ours.tables.iterations.to_pandas() if hasattr(ours.tables.iterations, "to_pandas") else ours.tables.iterations
+    )
     executed = rows["executed_rows"].to_numpy()
     useful = (rows["chunk_tokens"] + rows["decodes"]).to_numpy()
     assert (executed[executed > 0] > useful[executed > 0]).all()
@@ -232,11 +249,11 @@ def test_graphs_are_asked_for_in_words() -> None:
 
 
 def test_measured_batches_run_through_graphs_that_were_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor import runner
-    from executor.batch_rig import BatchRig
-    from executor.profile_rows import iteration_rows
+    from executor.measuring.batch_rig import BatchRig
+    from executor.measuring.profile_rows import iteration_rows
+    from executor.serving import runner
     from policies import BatchShape
-    from profiler.plan import Point
+    from profiler.measurements.plan import Point
 
     buckets = Buckets(blocks=40, decodes=(1, 2, 4, 8), chunk_rows=96, tile=16, chunks=3)
     monkeypatch.setattr(
@@ -246,9 +263,10 @@ def test_measured_batches_run_through_graphs_that_were_captured_before(monkeypat
     )
     rig = BatchRig(loaded(), most_tokens=2000, longest=300)
     points = [
-        Point(BatchShape(((20, 60),), 3, 300, 120, 0, 4), "visited"), Point(BatchShape((), 3, 90, 40, 0, 3), "visited"),
+        Point(BatchShape(((20, 60),), 3, 300, 120, 0, 4), "visited"),
+        Point(BatchShape((), 3, 90, 40, 0, 3), "visited"),
         Point(BatchShape(((200, 0),), 0, 0, 0, 0, 1), "visited"),
-    ]  # fmt: skip
+    ]
     rig.warm(points)
     graphs = rig.runner.graphs
     assert graphs is not None
@@ -256,10 +274,21 @@ def test_measured_batches_run_through_graphs_that_were_captured_before(monkeypat
     timings = [rig.measure(point) for point in points]
     assert [timing.executed_rows for timing in timings] == [36, 4, 0]
     assert [timing.shape for timing in timings] == [point.shape for point in points]
-    assert graphs.counts.captured == 3, "the step in which the decodes join has a bucket too, outside of what is measured"
+    assert graphs.counts.captured == 3, (
+        "the step in which the decodes join has a bucket too, outside of what is measured"
+    )
     entries = [
-        {"key": (0, number, 0), "shape": timing.shape, "before_ns": 1, "device_ns": 1, "after_ns": 1, "cpu_ns": 1,
-         "wall_ns": 1, "at_s": 0.0, "executed_rows": timing.executed_rows}
+        {
+            "key": (0, number, 0),
+            "shape": timing.shape,
+            "before_ns": 1,
+            "device_ns": 1,
+            "after_ns": 1,
+            "cpu_ns": 1,
+            "wall_ns": 1,
+            "at_s": 0.0,
+            "executed_rows": timing.executed_rows,
+        }
         for number, timing in enumerate(timings)
-    ]  # fmt: skip
+    ]
     assert [row["rows"] for row in iteration_rows(entries, loaded())] == [36, 4, 200]

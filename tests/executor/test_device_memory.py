@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from executor.config import LiveConfig
-from executor.device_memory import MemoryUse, choose_allocator, dummy_step, measure_use, pool_blocks
-from executor.device_timing import ClockEvent, IterationTimer, annotate, nvtx_ranges
 from executor.errors import ExecutorError
-from executor.live import load_for
-from executor.loading import load_model
-from executor.pool_size import default_blocks
+from executor.machine.device_timing import ClockEvent, IterationTimer, annotate, nvtx_ranges
+from executor.model.loading import load_model
+from executor.serving.device_memory import MemoryUse, choose_allocator, dummy_step, measure_use, pool_blocks
+from executor.serving.pool_size import default_blocks
+from executor.serving.replay import load_for
 
 GIB = 1 << 30
 
@@ -23,7 +23,9 @@ def test_the_pool_takes_what_weights_activations_and_graphs_leave() -> None:
     """141 GiB at 90 % are 126.9; 16 of weights, 2 of activations and 1 of graphs leave 107.9: blocks of 2 MiB."""
     use = MemoryUse(total=141 * GIB, taken=16 * GIB, peak_activations=2 * GIB, graphs=GIB)
     assert pool_blocks(use, 2 << 20, utilisation=0.9) == int((141 * 0.9 - 19) * 512) - 1
-    with pytest.raises(ExecutorError, match=r"KV pool: 55243 blocks fit, 60000 are needed: of 141.00 GiB, 90% may be used"):
+    with pytest.raises(
+        ExecutorError, match=r"KV pool: 55243 blocks fit, 60000 are needed: of 141.00 GiB, 90% may be used"
+    ):
         pool_blocks(use, 2 << 20, utilisation=0.9, least=60000)
     with pytest.raises(ExecutorError, match="utilisation: found"):
         pool_blocks(use, 2 << 20, utilisation=1.2)
@@ -124,7 +126,9 @@ def test_a_live_pool_on_a_gpu_is_what_the_largest_batch_and_graphs_leave() -> No
     free = MemoryUse(GIB // 64, 0, 0)
     plain = default_blocks(LiveConfig(), loaded, trace, 500, free)
     assert plain == GIB // 128 // block_bytes
-    packed = default_blocks(LiveConfig(kv_compression="kivi4", max_num_seqs=4), loaded, trace, 500, free, most_tokens=64)
+    packed = default_blocks(
+        LiveConfig(kv_compression="kivi4", max_num_seqs=4), loaded, trace, 500, free, most_tokens=64
+    )
     assert packed > 2 * plain
 
 
@@ -139,8 +143,8 @@ def test_the_largest_batch_is_measured_on_this_gpu() -> None:
 
 def test_random_weights_that_cannot_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-3.1-8B has 8,030,261,248 parameters: 29.9 GiB in four bytes each, 15.0 in two."""
-    monkeypatch.setattr("executor.device_memory.free_memory_bytes", lambda device: 10 * GIB)
-    monkeypatch.setattr("executor.loading.random_weights", lambda *asked: pytest.fail("they were made"))
+    monkeypatch.setattr("executor.serving.device_memory.free_memory_bytes", lambda device: 10 * GIB)
+    monkeypatch.setattr("executor.model.loading.random_weights", lambda *asked: pytest.fail("they were made"))
     for dtype, size in (("auto", "29.9 GiB of weights in float32"), ("bfloat16", "15.0 GiB of weights in bfloat16")):
         with pytest.raises(ExecutorError, match=rf"llama-3.1-8b: {size}, but 10.0 GiB are free on cpu; take a smaller"):
             load_model("llama-3.1-8b", device="cpu", dtype=dtype, max_tokens=64)

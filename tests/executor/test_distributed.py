@@ -21,12 +21,12 @@ from executor.config import LiveConfig
 from executor.distributed import ShardedModel, load_sharded
 from executor.distributed.ranks import RankError
 from executor.errors import ExecutorError
-from executor.live import LiveRun, load_for, replay_live
-from executor.loading import Loaded
-from executor.prompts import random_prompts
+from executor.model.loading import Loaded
+from executor.serving.prompts import random_prompts
+from executor.serving.replay import LiveRun, load_for, replay_live
 from metrics import read_run
-from metrics.bubbles import find_bubbles
-from metrics.timeline import write_timeline
+from metrics.drawing.perfetto import write_timeline
+from metrics.pipelines.bubbles import find_bubbles
 from policies import knobs_of, policy_class, policy_names
 from tests.executor.batches import blocks_needed, make_step
 from workloads import Trace, write_trace
@@ -60,9 +60,15 @@ def spec_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config(spec_file: str, **options: Any) -> LiveConfig:
     fields = {
-        "model": spec_file, "device": "cpu", "dtype": "float64", "kernels": "torch", "attention": "sdpa", "seed": 5,
-        "threads": 1, "block_size": 8,
-    }  # fmt: skip
+        "model": spec_file,
+        "device": "cpu",
+        "dtype": "float64",
+        "kernels": "torch",
+        "attention": "sdpa",
+        "seed": 5,
+        "threads": 1,
+        "block_size": 8,
+    }
     return LiveConfig(**{**fields, **options})
 
 
@@ -178,7 +184,9 @@ def test_tensor_parallel_ranks_answer_as_one_process_under_every_policy(spec_fil
         assert serve(loaded, config(spec_file, **hot, tp=2), trace).answers == alone.answers
         # One KV head for all, which each rank then holds, and a vocabulary and an FFN that do not divide.
         shared = tmp_path / "shared.toml"
-        shared.write_text(SPEC.replace("kv_heads = 2", "kv_heads = 1").replace("intermediate = 42", "intermediate = 41"))
+        shared.write_text(
+            SPEC.replace("kv_heads = 2", "kv_heads = 1").replace("intermediate = 42", "intermediate = 41")
+        )
         assert isinstance(loaded, ShardedModel)
         with load_sharded(config(str(shared), tp=2), 512, loaded.ranks) as other:
             plain = {"policy": "chunked", "as_fast_as_possible": True}
@@ -221,19 +229,40 @@ def margin(loaded: Loaded, ids: np.ndarray) -> float:
 
 def test_what_does_not_go_together_is_refused_before_anything_starts(spec_file: str) -> None:
     for options, words in (
-        ({"ahead": True}, "--async"), ({"preemption": "swap"}, "--preemption"), ({"tp": 3}, "attention heads"),
-        ({"pp": 4}, "3 layers"), ({"kv_compression": "kivi4"}, "--kv-compression"), ({"tp": 0}, "expected at least 1"),
-    ):  # fmt: skip
+        ({"ahead": True}, "--async"),
+        ({"preemption": "swap"}, "--preemption"),
+        ({"tp": 3}, "attention heads"),
+        ({"pp": 4}, "3 layers"),
+        ({"kv_compression": "kivi4"}, "--kv-compression"),
+        ({"tp": 0}, "expected at least 1"),
+    ):
         with pytest.raises(ExecutorError, match=words):
             load_for(config(spec_file, **{"pp": 2, **options}), 64)
 
 
 def under_torchrun(trace: Path, spec_file: str, out: Path) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "executor",
-        "replay", str(trace), "--model", spec_file, "--kernels", "torch", "--pp", "2", "--threads", "1",
-        "--out", str(out),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "executor",
+        "replay",
+        str(trace),
+        "--model",
+        spec_file,
+        "--kernels",
+        "torch",
+        "--pp",
+        "2",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
 
 
 @pytest.mark.slow
@@ -241,9 +270,12 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(spec_file: str, tmp_pat
     trace = trace_of(LENGTHS)
     late = replace(trace, arrival_ns=trace.arrival_ns + np.int64(600_000_000_000) * (np.arange(len(trace)) > 0))
     launcher = subprocess.Popen(
-        under_torchrun(write_trace(late, tmp_path / "trace.csv"), spec_file, tmp_path / "out"), cwd=ROOT,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        under_torchrun(write_trace(late, tmp_path / "trace.csv"), spec_file, tmp_path / "out"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     try:
         until = time.monotonic() + 300
         # They serve as soon as the first request is on the disk.
@@ -268,7 +300,13 @@ def test_the_same_command_runs_under_torchrun(spec_file: str, tmp_path: Path) ->
     file = write_trace(trace_of(LENGTHS), tmp_path / "trace.csv")
     command = under_torchrun(file, spec_file, tmp_path / "out")
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     run = read_run(tmp_path / "out")
@@ -326,9 +364,25 @@ def started(spec_file: str, tmp_path: Path, *flags: str) -> tuple[subprocess.Pop
     """A long run over two stages by the command, and its child processes once it serves."""
     file = write_trace(trace_of([(20, 60)] * 40, 0.2), tmp_path / "trace.csv")
     command = [
-        sys.executable, "-m", "executor", "replay", str(file), "--model", spec_file, "--kernels", "torch",
-        "--attention", "sdpa", "--pp", "2", "--threads", "1", "--out", str(tmp_path / "out"), *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "executor",
+        "replay",
+        str(file),
+        "--model",
+        spec_file,
+        "--kernels",
+        "torch",
+        "--attention",
+        "sdpa",
+        "--pp",
+        "2",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+        *flags,
+    ]
     process = subprocess.Popen(
         command,
         cwd=ROOT,

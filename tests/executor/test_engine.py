@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from executor.config import LiveConfig
-from executor.journal import Journal
-from executor.live import LiveRun, replay_live
-from executor.loading import Loaded, load_model
-from executor.runner import Prepared, Runner
-from executor.sampler import INVALID
+from executor.model.loading import Loaded, load_model
+from executor.model.sampler import INVALID
+from executor.serving.journal import Journal
+from executor.serving.replay import LiveRun, replay_live
+from executor.serving.runner import Prepared, Runner
 from metrics import read_run
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from workloads.trace import Trace
 
 SPEC = ModelSpec(
@@ -91,12 +91,19 @@ def test_a_rejected_follower_is_recorded_once_where_the_run_is_stopped() -> None
             signal.raise_signal(signal.SIGINT)
 
     run = replay_live(
-        trace, loaded=model(), policy="vllm_v1", max_model_len=100, on_token=interrupt,
+        trace,
+        loaded=model(),
+        policy="vllm_v1",
+        max_model_len=100,
+        on_token=interrupt,
         on_ended=lambda track: ended.append(track.request.id),
-    )  # fmt: skip
+    )
     assert dict(zip(column(run, "request"), column(run, "status"))) == {
-        0: "finished", 1: "rejected", 2: "aborted", 3: "aborted"
-    }  # fmt: skip
+        0: "finished",
+        1: "rejected",
+        2: "aborted",
+        3: "aborted",
+    }
     assert len(column(run, "request")) == 4
 
 
@@ -163,9 +170,14 @@ def test_a_stop_token_ends_an_answer_early_and_planning_ahead_delivers_nothing_a
     stop = pinned[0][4]
     for ahead in (False, True):
         run = replay_live(
-            trace, loaded=model(), policy="vllm_v1", as_fast_as_possible=True, ignore_eos=False, stop_ids=(stop,),
+            trace,
+            loaded=model(),
+            policy="vllm_v1",
+            as_fast_as_possible=True,
+            ignore_eos=False,
+            stop_ids=(stop,),
             ahead=ahead,
-        )  # fmt: skip
+        )
         for row, answer in run.answers.items():
             whole = pinned[row]
             end = whole.index(stop) + 1 if stop in whole else len(whole)
@@ -219,8 +231,11 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "executor", "replay", str(trace), "--model", "nano", *flags],
-            cwd=ROOT, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
         assert said in done.stderr
@@ -257,8 +272,9 @@ def test_a_killed_run_leaves_what_had_ended_and_no_half_folder(tmp_path: Path) -
     about, *ended = [json.loads(line) for line in journal.read_text().splitlines()]
     assert about["requests"] == 3
     assert sorted((line["request"], line["status"], line["output_tokens"]) for line in ended) == [
-        (0, "finished", 5), (1, "finished", 9),
-    ]  # fmt: skip
+        (0, "finished", 5),
+        (1, "finished", 9),
+    ]
     # The next run keeps it under another name, and leaves none of its own.
     again = subprocess.run(
         [*command, "--out", str(out), "--limit", "2"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -18,8 +18,8 @@ from torch import Tensor
 from executor.attention.flash_attn import FlashAttention, find_generation
 from executor.attention.reference import ReferenceAttention
 from executor.errors import ExecutorError
-from executor.kv_cache import KVCache
-from profiler.model_spec import ModelSpec
+from executor.kv_memory.pool import KVCache
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 
 SIZES = {1: 256, 2: 256, 3: 16, 4: 16}
@@ -58,9 +58,23 @@ def batched(q, k, v, tables, lengths, scale, window):  # type: ignore[no-untyped
 
 
 def torch_varlen(
-    out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    out,
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):  # type: ignore[no-untyped-def]
     assert enable_gqa
     assert num_splits == 1
     assert window_size[1] == 0
@@ -70,10 +84,23 @@ def torch_varlen(
 
 
 def second_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
     block_table=None,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # type: ignore[no-untyped-def]
     assert causal
     assert k.shape[1] % 256 == 0
     assert k.stride(-1) == q.stride(-1) == 1
@@ -83,21 +110,62 @@ def second_varlen(
 
 
 def second_cached(
-    q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None,
-    cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):  # type: ignore[no-untyped-def]
     assert k_cache.shape[1] % 256 == 0
     return batched(q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale, window_size)
 
 
 def third_cached(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
-    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
-    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):  # type: ignore[no-untyped-def]
     if cu_seqlens_q is None:
         return batched(q, k_cache, v_cache, page_table, cache_seqlens, softmax_scale, window_size)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
@@ -105,10 +173,24 @@ def third_cached(
 
 
 def fourth_varlen(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
-    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
-    window_size=(None, None), **others,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    **others,
+):  # type: ignore[no-untyped-def]
     assert not others
     if cu_seqlens_q is None:
         return batched(q, k, v, page_table, seqused_k, softmax_scale, window_size), None
@@ -132,9 +214,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_and_decodes_are_handed_over_as_the_reference_means_them(generation: int, window: int | None) -> None:
     block_size = SIZES[generation]
     spec = ModelSpec(
-        name="small", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=8, vocab=64,
-        max_position=4096, sliding_window=window,
-    )  # fmt: skip
+        name="small",
+        layers=1,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate=8,
+        vocab=64,
+        max_position=4096,
+        sliding_window=window,
+    )
     step = make_step([(20, 0), (9, 31)], [3, 99], block_size=block_size, dummies=2)
     cache = KVCache(spec, blocks_needed(step) + 1, block_size, torch.float32, torch.device("cpu"))
     cache.pool.copy_(torch.randn(cache.pool.shape, generator=torch.Generator().manual_seed(1)))

@@ -8,9 +8,9 @@ import torch
 from executor.attention import make_attention
 from executor.attention.flex import FlexAttention
 from executor.attention.reference import ReferenceAttention
+from executor.checks.self_test import check_attention, random_step
 from executor.errors import ExecutorError
-from executor.loading import load_model
-from executor.self_test import check_attention, random_step
+from executor.model.loading import load_model
 from tests.executor.batches import make_step
 from tests.executor.test_triton_attention import NAN, attended, filled_cache, spec
 
@@ -19,7 +19,8 @@ SMALL = 16 if CUDA else 5
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "window", "block_size"), [(4, 2, None, 16), (4, 1, 20, SMALL), (2, 2, None, 32), (8, 2, 9, 16)]
+    ("heads", "kv_heads", "window", "block_size"),
+    [(4, 2, None, 16), (4, 1, 20, SMALL), (2, 2, None, 32), (8, 2, 9, 16)],
 )
 def test_flex_equals_the_reference(heads: int, kv_heads: int, window: int | None, block_size: int) -> None:
     model = spec(heads, kv_heads, 16, window)

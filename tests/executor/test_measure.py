@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from executor.batch_rig import FOLLOWERS, BatchRig
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
-from executor.live import load_for
-from executor.loading import Loaded
-from executor.measure import measure_plan, unsure_by_fit
-from executor.operators import watching
+from executor.measuring.batch_rig import FOLLOWERS, BatchRig
+from executor.measuring.measure_plan import measure_plan, unsure_by_fit
+from executor.measuring.operator_stopwatch import watching
+from executor.model.loading import Loaded
+from executor.serving.replay import load_for
 from policies import BatchShape
-from profiler.fit_iterations import fit_iterations
-from profiler.plan import MeasurementPlan, Point, make_plan
-from profiler.profile import read_profile
-from profiler.region import Region
+from profiler.iterations.fit_iterations import fit_iterations
+from profiler.measurements.plan import MeasurementPlan, Point, make_plan
+from profiler.measurements.profile import read_profile
+from profiler.measurements.region import Region
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,11 @@ def test_the_stopwatch_leaves_no_trace(loaded: Loaded) -> None:
         times = watch.take()
     layers = len(loaded.model.layers)
     assert {name: len(times[name]) for name in ("qkv", "attention", "ffn_up", "head")} == {
-        "qkv": layers, "attention": layers, "ffn_up": layers, "head": 1,
-    }  # fmt: skip
+        "qkv": layers,
+        "attention": layers,
+        "ffn_up": layers,
+        "head": 1,
+    }
     assert {name: type(getattr(loaded.model.layers[0], name)) for name in before} == before
     assert "rms_norm" not in vars(loaded.model.kernels)
     assert "attend" not in vars(loaded.model.attention)

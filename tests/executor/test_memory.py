@@ -10,9 +10,9 @@ import torch
 
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
-from executor.live import replay_live
-from executor.swap import HostCache
-from policies.swap import Move
+from executor.kv_memory.host_copies import HostCache
+from executor.serving.replay import replay_live
+from policies.kv_memory.swap import Move
 from tests.executor.test_mixed_batches import check, model, serve, small_trace
 from workloads.trace import Trace
 
@@ -28,9 +28,17 @@ def test_preempted_requests_answer_as_if_they_had_run_alone(policy: str, how: st
     loaded = model("float64", "torch", "reference")
     trace = small_trace(LENGTHS)
     run = serve(
-        loaded, trace, policy=policy, block_size=8, num_blocks=14, watermark=0.0, ahead=ahead, preemption=how,
-        swap_gib=0.001, swap_page_mib=PAGE_MIB,
-    )  # fmt: skip
+        loaded,
+        trace,
+        policy=policy,
+        block_size=8,
+        num_blocks=14,
+        watermark=0.0,
+        ahead=ahead,
+        preemption=how,
+        swap_gib=0.001,
+        swap_page_mib=PAGE_MIB,
+    )
     check(loaded, trace, run, exact=True)
     memory = run.config["memory"]
     assert memory["preemptions_by_swap"] + memory["preemptions_by_recompute"] > 0
@@ -44,9 +52,16 @@ def test_a_host_memory_that_is_too_small_loses_pages_and_no_answer() -> None:
     loaded = model("float64", "torch", "reference")
     trace = small_trace(LENGTHS)
     run = serve(
-        loaded, trace, policy="vllm_v1", block_size=8, num_blocks=12, watermark=0.0, preemption="swap",
-        swap_gib=4 * PAGE_MIB / 1024, swap_page_mib=PAGE_MIB,
-    )  # fmt: skip
+        loaded,
+        trace,
+        policy="vllm_v1",
+        block_size=8,
+        num_blocks=12,
+        watermark=0.0,
+        preemption="swap",
+        swap_gib=4 * PAGE_MIB / 1024,
+        swap_page_mib=PAGE_MIB,
+    )
     check(loaded, trace, run, exact=True)
     assert run.config["memory"]["swap_pages_peak"] <= 4
 
@@ -56,9 +71,19 @@ def test_the_ladder_changes_no_answer(ladder: str) -> None:
     loaded = model("float64", "torch", "reference")
     trace = small_trace(LENGTHS)
     run = serve(
-        loaded, trace, policy="chunked", knobs={"chunk_size": 32}, block_size=8, num_blocks=14, watermark=0.0,
-        ladder=ladder, swap_gib=0.001, swap_page_mib=PAGE_MIB, trouble_from=0.5, plain_tokens=32,
-    )  # fmt: skip
+        loaded,
+        trace,
+        policy="chunked",
+        knobs={"chunk_size": 32},
+        block_size=8,
+        num_blocks=14,
+        watermark=0.0,
+        ladder=ladder,
+        swap_gib=0.001,
+        swap_page_mib=PAGE_MIB,
+        trouble_from=0.5,
+        plain_tokens=32,
+    )
     check(loaded, trace, run, exact=True)
 
 
@@ -86,9 +111,17 @@ def conversation() -> Trace:
     prompt, output = np.array([24, 48, 72]), np.array([8, 8, 8])
     hashes = [tuple(range(tokens // 8)) for tokens in prompt.tolist()]
     return Trace(
-        "talk", np.zeros(3), prompt, output, output, prefix_hashes=hashes, hash_tokens=8, session=["a"] * 3,
-        after_row=np.array([-1, 0, 1]), think_ns=np.zeros(3),
-    )  # fmt: skip
+        "talk",
+        np.zeros(3),
+        prompt,
+        output,
+        output,
+        prefix_hashes=hashes,
+        hash_tokens=8,
+        session=["a"] * 3,
+        after_row=np.array([-1, 0, 1]),
+        think_ns=np.zeros(3),
+    )
 
 
 def test_copies_are_exact_and_go_where_they_are_told() -> None:
@@ -111,16 +144,24 @@ def test_mistakes_are_named() -> None:
         LiveConfig(swap_gib=0.0)
 
 
-
 @pytest.mark.parametrize("ladder", ["none", "preempt,offload", "all"])
 def test_a_burst_of_fifty_long_prompts_loses_nobody(ladder: str) -> None:
     """A thousandth of 50 prompts of 100,000 tokens among chats, in a pool of two and a half of them."""
     loaded = model("float32", "torch", "reference")
     trace = small_trace([(100, 4)] * 50 + [(9, 6)] * 20)
     run = serve(
-        loaded, trace, policy="vllm_v1", block_size=8, num_blocks=34, watermark=0.0, ladder=ladder, swap_gib=0.001,
-        swap_page_mib=PAGE_MIB, trouble_from=0.5, max_wait_s=30.0,
-    )  # fmt: skip
+        loaded,
+        trace,
+        policy="vllm_v1",
+        block_size=8,
+        num_blocks=34,
+        watermark=0.0,
+        ladder=ladder,
+        swap_gib=0.001,
+        swap_page_mib=PAGE_MIB,
+        trouble_from=0.5,
+        max_wait_s=30.0,
+    )
     summary = run.summary
     assert summary["requests"] == summary["finished"] + summary["rejected"] == 70
     assert summary["rejected"] == 0 or ladder == "all"

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from executor.config import LiveConfig
-from executor.live import LiveRun, replay_live
-from executor.loading import Loaded, load_model
+from executor.model.loading import Loaded, load_model
 from executor.native.library import native_reason
-from executor.prompts import random_prompts
+from executor.serving.prompts import random_prompts
+from executor.serving.replay import LiveRun, replay_live
 from policies import knobs_of, policy_class, policy_names
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 from workloads.trace import Trace
 
@@ -124,9 +124,15 @@ def test_preemption_recompute_and_asynchronous_planning_change_no_answer(
     trace = small_trace(lengths)
     need = max(-(-(prompt + output) // block_size) for prompt, output in lengths)
     run = serve(
-        loaded, trace, policy=policy, knobs=knobs_for(policy, chunk_size), block_size=block_size,
-        num_blocks=need + spare, watermark=0.0, ahead=ahead,
-    )  # fmt: skip
+        loaded,
+        trace,
+        policy=policy,
+        knobs=knobs_for(policy, chunk_size),
+        block_size=block_size,
+        num_blocks=need + spare,
+        watermark=0.0,
+        ahead=ahead,
+    )
     check(loaded, trace, run, exact=True)
 
 
@@ -153,9 +159,15 @@ def test_float32_kernels_answer_as_alone_up_to_the_margin(policy: str, ahead: bo
     loaded = model("float32", "native", "native")
     trace = small_trace(LENGTHS)
     run = serve(
-        loaded, trace, policy=policy, knobs=knobs_for(policy, 33), block_size=8, num_blocks=16, watermark=0.0,
+        loaded,
+        trace,
+        policy=policy,
+        knobs=knobs_for(policy, 33),
+        block_size=8,
+        num_blocks=16,
+        watermark=0.0,
         ahead=ahead,
-    )  # fmt: skip
+    )
     check(loaded, trace, run, exact=False)
 
 

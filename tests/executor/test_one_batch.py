@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from executor.loading import Loaded, load_model
+from executor.batches.batch_arrays import Step
+from executor.model.loading import Loaded, load_model
 from executor.native.library import native_reason
-from executor.step import Step
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 
 SPECS = {

@@ -11,18 +11,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from executor.block_names import TextNames
-from executor.compressed_kv import CompressedKVCache
-from executor.kv_cache import KVCache
-from executor.loading import Loaded, load_model
-from executor.packed_swap import PackedHostCache
-from executor.runner import Runner
-from executor.sampler import INVALID, Sampling
-from executor.text import Text
+from executor.kv_memory.block_names import TextNames
+from executor.kv_memory.compressed_pool import CompressedKVCache
+from executor.kv_memory.packed_host_copies import PackedHostCache
+from executor.kv_memory.pool import KVCache
+from executor.model.loading import Loaded, load_model
+from executor.model.sampler import INVALID, Sampling
+from executor.serving.request_text import Text
+from executor.serving.runner import Runner
 from policies import BlockLedger, Host, Request, Scheduler
-from policies.swap import HostMemory, Swap
-from profiler.kv_compression import Compression
-from profiler.model_spec import ModelSpec
+from policies.kv_memory.swap import HostMemory, Swap
+from profiler.specs.kv_compression import Compression
+from profiler.specs.model_spec import ModelSpec
 from tests.policies.test_swap import ACTIONS, Scripted, another_may_fly, one_flies, somebody_is_there
 
 BLOCK, BLOCKS, LONGEST = 4, 24, 60

@@ -16,17 +16,17 @@ import torch
 from executor.attention import make_attention
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
-from executor.gguf_file import GgufFile, packaged_smollm2
 from executor.kernels.plain import PlainKernels
-from executor.kv_cache import KVCache
-from executor.loading import find_model, load_model
+from executor.kv_memory.pool import KVCache
+from executor.machine.threads import set_threads
+from executor.model.gguf_file import GgufFile, packaged_smollm2
+from executor.model.loading import find_model, load_model
+from executor.model.rope import rope_frequencies
+from executor.model.sampler import Sampling, sample, uniform
+from executor.model.weights import random_weights
 from executor.native.library import native_library, native_reason
-from executor.prompts import random_prompts, trace_prompts
-from executor.rope import rope_frequencies
-from executor.sampler import Sampling, sample, uniform
-from executor.threads import set_threads
-from executor.weights import random_weights
-from profiler.model_spec import ModelSpec
+from executor.serving.prompts import random_prompts, trace_prompts
+from profiler.specs.model_spec import ModelSpec
 from workloads.trace import Trace
 
 CPU = torch.device("cpu")
@@ -48,9 +48,12 @@ def test_plain_frequencies_are_powers_of_theta() -> None:
 
 def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+    }
     frequencies, _ = rope_frequencies(spec(rope_theta=500000.0, head_dim=128, rope_scaling=scaling), 64)
     plain = [500000.0 ** (-2 * i / 128) for i in range(64)]
     # 8192 tokens make 8192 f / 2 pi turns: more than 4 are kept, fewer than 1 stretched by 8.
@@ -66,9 +69,11 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
 
 def test_longrope_takes_its_long_factors_beyond_the_original_length() -> None:
     scaling = {
-        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
         "original_max_position_embeddings": 32,
-    }  # fmt: skip
+    }
     short, factor = rope_frequencies(spec(rope_scaling=scaling), 32)
     long, _ = rope_frequencies(spec(rope_scaling=scaling), 33)
     assert torch.equal(short, 2 * long)
@@ -117,9 +122,14 @@ def test_the_draw_is_uniform_in_seed_and_position() -> None:
 
 def test_equal_prefix_hashes_give_equal_tokens_and_nothing_else_does() -> None:
     trace = Trace(
-        "t", np.zeros(3), np.array([40, 40, 20]), np.ones(3), np.ones(3),
-        prefix_hashes=[(7, 8, 9), (7, 8, 10), (7, 8)], hash_tokens=16,
-    )  # fmt: skip
+        "t",
+        np.zeros(3),
+        np.array([40, 40, 20]),
+        np.ones(3),
+        np.ones(3),
+        prefix_hashes=[(7, 8, 9), (7, 8, 10), (7, 8)],
+        hash_tokens=16,
+    )
     prompts = random_prompts(trace, 1000)
     first, second, third = (prompts(row) for row in range(3))
     assert first[:32].tolist() == second[:32].tolist()
@@ -139,9 +149,13 @@ def test_a_prompt_id_beyond_the_vocabulary_is_named() -> None:
 
 def test_a_pickled_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     config = {
-        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 40,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ExecutorError, match=r"pytorch_model\.bin is a pickle and is never opened"):
@@ -152,9 +166,13 @@ def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     config = {
-        "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 40,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({"model.layers.0.input_layernorm.weight": torch.ones(15)}, tmp_path / "model.safetensors")
     with pytest.raises(ExecutorError, match=r"found shape \[15\], expected \[16\]"):
@@ -220,15 +238,19 @@ def test_packed_products_equal_pytorchs_for_every_height_and_odd_width() -> None
 @pytest.mark.skipif(bool(native_reason()), reason=native_reason())
 def test_the_library_can_be_switched_off() -> None:
     code = (
-        "from executor.loading import load_model\n"
+        "from executor.model.loading import load_model\n"
         "m = load_model('nano', device='cpu', max_tokens=64).model\n"
         "print(m.kernels.name, m.attention.name)"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
         env={"CHARIOTEER_NATIVE": "0", "PATH": ""},
-    )  # fmt: skip
+    )
     assert done.stdout.split() == ["torch", "sdpa"]
     assert native_library().ct_lanes() in (4, 8, 16)
 
@@ -237,7 +259,7 @@ def test_the_library_can_be_switched_off() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_any_dtype_of_the_pool_goes_with_any_of_the_weights(dtype: str, kv_dtype: str) -> None:
     """A chunk that reads its prefix from the pool: the C++ kernels once wrote 4 bytes a number into a pool of 2."""
-    from executor.bench import blocks_of, shape_step
+    from executor.measuring.bench import blocks_of, shape_step
 
     def logits(dtype: str, kv_dtype: str) -> torch.Tensor:
         loaded = load_model(spec(vocab=40), device="cpu", dtype=dtype, kv_dtype=kv_dtype, max_tokens=64)
@@ -312,10 +334,10 @@ def test_smollm2_answers_in_english_and_scores_text_as_transformers_does() -> No
     """The half-split rotation with permuted rows would give perplexity 102 on such text, the right one about 20."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files only beside accelerate")
-    from executor.bench import blocks_of, shape_step
     from executor.config import LiveConfig
-    from executor.generate import generate
-    from executor.tokenizer import load_tokenizer
+    from executor.measuring.bench import blocks_of, shape_step
+    from executor.model.tokenizer import load_tokenizer
+    from executor.serving.generate import generate
 
     source = find_model("smollm2")
     tokenizer = load_tokenizer(source)
@@ -348,7 +370,7 @@ def test_smollm2_answers_in_english_and_scores_text_as_transformers_does() -> No
 def test_a_capability_that_no_gpu_has_is_one_line(
     capability: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from executor.kernel_build import main
+    from executor.checks.kernel_build import main
 
     monkeypatch.setattr(sys, "argv", ["kernel_build", capability])
     with pytest.raises(SystemExit) as left:

@@ -13,22 +13,33 @@ import torch
 from torch import Tensor
 
 from executor.distributed.clocks import Exchange, RankClock, offset_of
-from executor.distributed.engine import stage_times
 from executor.distributed.layout import Layout, Shard
 from executor.distributed.plans import read_plan, step_bytes
 from executor.distributed.shard_weights import shard_weights
+from executor.distributed.sharded_engine import stage_times
 from executor.errors import ExecutorError
-from executor.loading import ModelSource
-from executor.sampler import Sampling
-from executor.weights import Weights, folder_weights, random_weights
+from executor.model.loading import ModelSource
+from executor.model.sampler import Sampling
+from executor.model.weights import Weights, folder_weights, random_weights
 from profiler.errors import ProfileError
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import make_step
 
 SPEC = ModelSpec(
-    name="small", layers=5, hidden=32, heads=8, kv_heads=2, head_dim=4, intermediate=42, vocab=61, max_position=512,
-    qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True,
-)  # fmt: skip
+    name="small",
+    layers=5,
+    hidden=32,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    intermediate=42,
+    vocab=61,
+    max_position=512,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+)
 CPU = torch.device("cpu")
 
 
@@ -55,16 +66,20 @@ def put_together(source: ModelSource, layout: Layout, spec: ModelSpec) -> Weight
                 return (s.spec.intermediate, s.spec.intermediate)
 
             whole = replace(
-                parts[0], qkv=rows("qkv", qkv), gate_up=rows("gate_up", ffn),
+                parts[0],
+                qkv=rows("qkv", qkv),
+                gate_up=rows("gate_up", ffn),
                 attention_out=torch.cat([p.attention_out for p in parts], 1),
                 down=torch.cat([p.down for p in parts], 1),
-            )  # fmt: skip
+            )
             if parts[0].qkv_bias is not None:
                 whole = replace(
-                    whole, qkv_bias=rows("qkv_bias", qkv), gate_up_bias=rows("gate_up_bias", ffn),
+                    whole,
+                    qkv_bias=rows("qkv_bias", qkv),
+                    gate_up_bias=rows("gate_up_bias", ffn),
                     attention_out_bias=sum(p.attention_out_bias for p in parts),
                     down_bias=sum(p.down_bias for p in parts),
-                )  # fmt: skip
+                )
             assert parts[0].q_norm is None or parts[0].q_norm.shape == (d,)
             layers.append(whole)
     first, last = layout.ranks_of(0), layout.ranks_of(layout.pp - 1)
@@ -104,10 +119,13 @@ def test_shards_of_a_folder_with_merged_matrices_are_its_slices(tmp_path: Path) 
     for index, layer in enumerate(whole.layers):
         at = f"model.layers.{index}."
         tensors |= {
-            at + "self_attn.qkv_proj.weight": layer.qkv, at + "self_attn.o_proj.weight": layer.attention_out,
-            at + "mlp.gate_up_proj.weight": layer.gate_up, at + "mlp.down_proj.weight": layer.down,
-            at + "input_layernorm.weight": layer.attention_norm, at + "post_attention_layernorm.weight": layer.ffn_norm,
-        }  # fmt: skip
+            at + "self_attn.qkv_proj.weight": layer.qkv,
+            at + "self_attn.o_proj.weight": layer.attention_out,
+            at + "mlp.gate_up_proj.weight": layer.gate_up,
+            at + "mlp.down_proj.weight": layer.down,
+            at + "input_layernorm.weight": layer.attention_norm,
+            at + "post_attention_layernorm.weight": layer.ffn_norm,
+        }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({}))
     layout = Layout.of(spec, 2, 2)
@@ -136,8 +154,17 @@ def test_a_plan_is_the_same_on_the_other_side() -> None:
     plan = read_plan(step_bytes(7, step, 8, sampling, [3, 9]))
     assert (plan.number, plan.sampling, plan.poison) == (7, sampling, [3, 9])
     there = plan.step
-    for name in ("positions", "slots", "token_ids", "chunk_row", "chunk_tokens", "chunk_prefix", "decode_row",
-                 "decode_context", "sampled_rows"):  # fmt: skip
+    for name in (
+        "positions",
+        "slots",
+        "token_ids",
+        "chunk_row",
+        "chunk_tokens",
+        "chunk_prefix",
+        "decode_row",
+        "decode_context",
+        "sampled_rows",
+    ):
         assert np.array_equal(getattr(there, name), getattr(step, name)), name
     assert plan.positions == step.positions[step.sampled_rows].tolist()
     for name, lengths in (
@@ -174,9 +201,11 @@ def test_a_stage_takes_from_its_first_start_with_all_ranks_to_its_last_end_and_n
         RankClock(rank, offset_of([Exchange(0, 0, 0)]), offset_of([Exchange(0, 0, 0)]), same=True) for rank in (1, 2, 3)
     ]
     logs = [
-        np.array([[0, 10, 10, 20, 5], [1, 12, 20, 30, 5]]), np.array([[0, 11, 12, 21, 5], [1, 12, 21, 29, 5]]),
-        np.array([[0, 24, 24, 50, 5], [1, 33, 50, 60, 5]]), np.array([[0, 19, 19, 49, 5], [1, 34, 49, 61, 5]]),
-    ]  # fmt: skip
+        np.array([[0, 10, 10, 20, 5], [1, 12, 20, 30, 5]]),
+        np.array([[0, 11, 12, 21, 5], [1, 12, 21, 29, 5]]),
+        np.array([[0, 24, 24, 50, 5], [1, 33, 50, 60, 5]]),
+        np.array([[0, 19, 19, 49, 5], [1, 34, 49, 61, 5]]),
+    ]
     times, cpu = stage_times(layout, logs, clock, 10)
     assert times[:, 0].tolist() == [[1, 2, 11], [2, 11, 20]]
     assert times[:, 1].tolist() == [[14, 14, 40], [24, 40, 51]]

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from executor.speed_gauge import EVERY_S, SpeedGauge, typical_ns
-from experiments.drift import gauged_speed, write_gauge
-from experiments.stage_files import read_json
+from executor.machine.speed_gauge import EVERY_S, SpeedGauge, typical_ns
+from experiments.running.stage_files import read_json
+from experiments.validation.comparing.machine_drift import gauged_speed, write_gauge
 
 
 def test_samples_lie_apart_and_are_short() -> None:

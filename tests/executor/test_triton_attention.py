@@ -15,12 +15,12 @@ from executor.attention.base import AttentionBackend
 from executor.attention.paged import PagedAttention
 from executor.attention.reference import ReferenceAttention
 from executor.attention.triton import TritonAttention, num_splits
-from executor.device_step import Sizes, pack, sizes_of
+from executor.batches.batch_arrays import Step
+from executor.batches.device_arrays import Sizes, pack, sizes_of
 from executor.errors import ExecutorError
-from executor.kv_cache import KVCache
-from executor.step import Step
+from executor.kv_memory.pool import KVCache
 from executor.triton_kernels.runtime import interpreted, triton_reason
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,9 +30,17 @@ NAN = float("nan")
 
 def spec(heads: int = 4, kv_heads: int = 2, head_dim: int = 16, window: int | None = None) -> ModelSpec:
     return ModelSpec(
-        name="small", layers=1, hidden=heads * head_dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        intermediate=8, vocab=64, max_position=4096, sliding_window=window,
-    )  # fmt: skip
+        name="small",
+        layers=1,
+        hidden=heads * head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=8,
+        vocab=64,
+        max_position=4096,
+        sliding_window=window,
+    )
 
 
 def filled_cache(model: ModelSpec, step: Step, block_size: int, dtype: torch.dtype, stale: float) -> KVCache:

@@ -11,16 +11,16 @@ import torch
 from executor.attention import make_attention
 from executor.attention.paged import PagedAttention
 from executor.attention.reference import ReferenceAttention
-from executor.ceilings import Ceilings, bound_of, measure_ceilings
+from executor.checks.self_test import check_attention, check_kernels, report_lines, self_test, why_attention_fails
 from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kernels.device import FUSIONS, TritonKernels
-from executor.loading import load_model
-from executor.self_test import check_attention, check_kernels, report_lines, self_test, why_attention_fails
+from executor.machine.ceilings import Ceilings, bound_of, measure_ceilings
+from executor.model.loading import load_model
 from executor.triton_kernels.runtime import triton_reason
 from policies import BatchShape
 from profiler import load_model_spec
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_spec import ModelSpec
 from tests.executor.batches import blocks_needed, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -157,8 +157,12 @@ def test_all_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     import os
 
     done = subprocess.run(
-        [sys.executable, "-m", "executor.kernel_build", "90"], capture_output=True, text=True, timeout=600, check=False,
+        [sys.executable, "-m", "executor.checks.kernel_build", "90"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
         env={**os.environ, "TRITON_INTERPRET": "0"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bytes shared") >= 10

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pytest
 
 from executor.config import LiveConfig
-from executor.live import LiveRun, replay_live
-from experiments.against import config_of_run, trace_of_run, validate_against
+from executor.serving.replay import LiveRun, replay_live
 from experiments.errors import ExperimentError
-from experiments.other_runs import read_other_run
-from experiments.validate_explore import write_explorable_against
+from experiments.validation.existing_runs import config_of_run, trace_of_run, validate_against
+from experiments.validation.other_engines import read_other_run
+from experiments.validation.pages.interactive_report import write_explorable_against
 from metrics import RunTables
-from metrics.tables import TABLES
+from metrics.run_folder.tables import TABLES
 from workloads import Trace
 
 BENCH = {
@@ -30,9 +30,23 @@ BENCH = {
     "errors": ["", "", "timed out"],
 }
 LOG = [
-    {"input_toks": 20, "output_toks": 5, "arrival_time": 1002.5, "queued_ts": 52.5, "first_token_ts": 53.0, "last_token_ts": 55.0},
-    {"input_toks": 10, "output_toks": 1, "arrival_time": 1000.0, "queued_ts": 50.0, "first_token_ts": 50.25, "last_token_ts": 50.25},
-]  # fmt: skip
+    {
+        "input_toks": 20,
+        "output_toks": 5,
+        "arrival_time": 1002.5,
+        "queued_ts": 52.5,
+        "first_token_ts": 53.0,
+        "last_token_ts": 55.0,
+    },
+    {
+        "input_toks": 10,
+        "output_toks": 1,
+        "arrival_time": 1000.0,
+        "queued_ts": 50.0,
+        "first_token_ts": 50.25,
+        "last_token_ts": 50.25,
+    },
+]
 
 
 def written(path: Path, content: Any, name: str) -> Path:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import calibrate
-from experiments.calibrate import Calibration, folder_bytes, settings_of, slim
+from experiments.calibration import stages as calibrate
+from experiments.calibration.stages import Calibration, folder_bytes, settings_of, slim
 from experiments.errors import ExperimentError
-from experiments.live_side import EngineChoice
+from experiments.validation.comparing.live_side import EngineChoice
 from metrics import read_run
-from metrics.tables import TABLES
+from metrics.run_folder.tables import TABLES
 from simulator import replay
 from workloads import generate, read_trace
 
@@ -24,9 +24,11 @@ def test_a_folder_keeps_its_trace_and_refuses_another_workload(tmp_path: Path) -
     assert len(trace) == 20
     assert read_trace(settings_of(WHAT, tmp_path).trace).same_requests(trace)
     for other in (
-        replace(WHAT, prompt="uniform:5,60"), replace(WHAT, output="fixed:4"), replace(WHAT, requests=19),
+        replace(WHAT, prompt="uniform:5,60"),
+        replace(WHAT, output="fixed:4"),
+        replace(WHAT, requests=19),
         replace(WHAT, engine=replace(WHAT.engine, seed=1)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ExperimentError, match="another --prompt, --output, --requests or --seed"):
             settings_of(other, tmp_path)
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from experiments.capacity import Objective, Probe, find_rate, judge, search_draw
-from experiments.capacity_command import _held
-from experiments.capacity_draws import draw_of, draw_plan
-from experiments.capacity_study import CapacityStudy, SettingCapacity, find_capacities
-from experiments.cluster_size import run_task as smallest_cluster
+from experiments.capacity.cluster_size import run_task as smallest_cluster
+from experiments.capacity.command import _held
+from experiments.capacity.draws import draw_of, draw_plan
+from experiments.capacity.prices import Price, prices_for, read_prices
+from experiments.capacity.search import Objective, Probe, find_rate, judge, search_draw
+from experiments.capacity.study import CapacityStudy, SettingCapacity, find_capacities
 from experiments.errors import ExperimentError
-from experiments.prices import Price, prices_for, read_prices
 from metrics import MetricsError
 from simulator import ReplayConfig
-from simulator.seeds import Spread
+from simulator.studies.compare_draws import Spread
 from tests.hardening.command_line import run
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
@@ -85,7 +85,7 @@ def test_who_is_too_long_arrives_but_brings_no_tokens_and_costs_no_money(attainm
     task = {"objective": asdict(Objective.of("ttft_mean=1", attainment)), "tolerance": 0.01, "draws": {}, "draw": 0}
     assert isinstance(trace, Trace)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.capacity_draws.draw_of", lambda plan, number: trace)
+        patch.setattr("experiments.capacity.draws.draw_of", lambda plan, number: trace)
         found = search_draw(task, config, ConstantCost(10**8))
     assert found["rejected"] == 70
     assert found["measured"] == 140
@@ -149,9 +149,7 @@ def md1_rate_with_p90_wait(t: float) -> float:
 def test_the_capacity_of_an_md1_queue_lies_within_the_stated_interval(slo: str, known: float) -> None:
     config = ReplayConfig(max_num_seqs=1, num_blocks=1000)
     cost = ConstantCost(round(SERVICE_S * 1e9))
-    draws = draw_plan(
-        {"prompt": "fixed:16", "output": "fixed:1"}, arrivals="poisson", requests=1000, draws=4, seed=3
-    )  # fmt: skip
+    draws = draw_plan({"prompt": "fixed:16", "output": "fixed:1"}, arrivals="poisson", requests=1000, draws=4, seed=3)
     task = {"draws": draws, "objective": asdict(Objective.of(slo)), "tolerance": 0.01}
     found = [search_draw({**task, "draw": number, "guess": 7.0}, config, cost) for number in range(4)]
     spread = Spread.of([row["rate"] for row in found])
@@ -247,9 +245,29 @@ def test_a_price_is_spoken_with_its_date_and_source_and_a_band(tmp_path: Path) -
 
 def test_the_command_prints_a_capacity_with_its_interval_and_money_only_when_asked() -> None:
     command = [
-        sys.executable, "-m", "experiments", "capacity", "--prompt", "fixed:500", "--output", "fixed:30", "--gpus", "a100",
-        "--slo", "ttft_p90=0.2,tbt_p99=0.05", "--requests", "100", "--draws", "2", "--tolerance", "0.1", "--workers", "0", "--set", "cost_model=roofline",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments",
+        "capacity",
+        "--prompt",
+        "fixed:500",
+        "--output",
+        "fixed:30",
+        "--gpus",
+        "a100",
+        "--slo",
+        "ttft_p90=0.2,tbt_p99=0.05",
+        "--requests",
+        "100",
+        "--draws",
+        "2",
+        "--tolerance",
+        "0.1",
+        "--workers",
+        "0",
+        "--set",
+        "cost_model=roofline",
+    ]
     plain = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "requests/s" in plain
     assert "uncalibrated" in plain
@@ -288,7 +306,19 @@ def test_the_report_of_the_smallest_cluster_holds_every_size_that_was_tried(tmp_
 
 
 def test_the_smallest_cluster_heeds_the_seed_of_arrivals_and_refuses_what_it_does_not_use() -> None:
-    command = ["experiments", "capacity", "examples/trace.csv", "--smallest", "--workers", "0", "--json", "--gpus", "h100", "--set", "cost_model=roofline"]  # fmt: skip
+    command = [
+        "experiments",
+        "capacity",
+        "examples/trace.csv",
+        "--smallest",
+        "--workers",
+        "0",
+        "--json",
+        "--gpus",
+        "h100",
+        "--set",
+        "cost_model=roofline",
+    ]
     poisson = ["--arrivals", "poisson:5", "--seed"]
     sizes = [json.loads(run(*command, *poisson, seed).out)["settings"][0]["tried"]["1"] for seed in ("1", "2", "1")]
     assert sizes[0] == sizes[2] != sizes[1]
@@ -298,7 +328,17 @@ def test_the_smallest_cluster_heeds_the_seed_of_arrivals_and_refuses_what_it_doe
 
 
 def test_what_no_label_says_is_said_once_above_the_settings() -> None:
-    command = ["experiments", "capacity", "examples/trace.csv", "--gpus", "a100,h100", "--workers", "0", "--set", "cost_model=roofline"]  # fmt: skip
+    command = [
+        "experiments",
+        "capacity",
+        "examples/trace.csv",
+        "--gpus",
+        "a100,h100",
+        "--workers",
+        "0",
+        "--set",
+        "cost_model=roofline",
+    ]
     ended = run(*command, "--smallest")
     assert ended.out.splitlines()[1] == "of policy chunked, model llama-3.1-8b, tp 1, pp 1"
     assert _held({"policy": ["orca"], "gpu": ["a100"]}, {"model": "m", "gpu": "h100", "tp": 2}) == (
@@ -308,7 +348,12 @@ def test_what_no_label_says_is_said_once_above_the_settings() -> None:
 
 def test_a_chunk_size_is_said_of_the_policies_that_have_one() -> None:
     base = {"model": "m", "tp": 1}
-    assert _held({"policy": ["chunked", "vllm_v1"], "chunk_size": [512]}, base) == "chunk size 512 for chunked alone, model m, tp 1"
-    assert _held({"policy": ["chunked", "decode_maximal"], "chunk_size": [512]}, base) == "chunk size 512, model m, tp 1"
+    assert (
+        _held({"policy": ["chunked", "vllm_v1"], "chunk_size": [512]}, base)
+        == "chunk size 512 for chunked alone, model m, tp 1"
+    )
+    assert (
+        _held({"policy": ["chunked", "decode_maximal"], "chunk_size": [512]}, base) == "chunk size 512, model m, tp 1"
+    )
     assert _held({"policy": ["vllm_v1"], "chunk_size": [512]}, base) == "policy vllm_v1, model m, tp 1"
     assert _held({"policy": ["chunked", "vllm_v1"]}, base) == "model m, tp 1"

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import build
-from experiments.coverage import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
-from experiments.coverage_command import PROFILES, PUBLIC
+from experiments.coverage.command import PROFILES, PUBLIC
+from experiments.coverage.of_intervals import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
 from experiments.errors import ExperimentError
-from profiler.profile import Profile, make_profile
+from profiler.measurements.profile import Profile, make_profile
 
 CARD = PROFILES / PUBLIC["rtx4090"][1]
 
@@ -22,12 +22,17 @@ def gemms_and_decodes() -> Profile:
     rows = [128, 256, 1024, 4096, 8192, 16384]
     gemms = [{"operator": "qkv", "rows": count, "n": 64, "k": 64} for count in rows]
     attention = [
-        {"operator": "attention", "decodes": decodes, "decode_context_total": decodes * context,
-         "decode_context_max": context, "chunks": chunk}
+        {
+            "operator": "attention",
+            "decodes": decodes,
+            "decode_context_total": decodes * context,
+            "decode_context_max": context,
+            "chunks": chunk,
+        }
         for decodes in (1, 20, 40, 80)
         for context in (1024, 4096, 16384, 32768, 65536, 131072)
         for chunk in ("", "64:0", "512:0", "2048:0", "4096:0")
-    ]  # fmt: skip
+    ]
     return make_profile(pd.DataFrame(gemms + attention).assign(device="a gpu", median_s=1e-3), {})
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from executor.ceilings import Ceilings
-from executor.cuda_graphs import Buckets, GraphedModel
-from executor.loading import load_model
-from experiments import device_aims
+from executor.machine.ceilings import Ceilings
+from executor.model.cuda_graphs import Buckets, GraphedModel
+from executor.model.loading import load_model
 from experiments.__main__ import build
-from experiments.device_aims import aim_line, aims_blocks, aims_stage, host_time_figure, host_time_stage
+from experiments.calibration import device_aims
+from experiments.calibration.device_aims import aim_line, aims_blocks, aims_stage, host_time_figure, host_time_stage
 from tests.executor.recorded_graph import RecordedGraph
 
 STAND_IN = [
@@ -39,7 +39,7 @@ def test_batches_are_judged_once_and_told_with_their_bounds(tmp_path: Path) -> N
 
 
 def test_host_time_is_measured_with_graphs_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor import runner
+    from executor.serving import runner
 
     buckets = Buckets(blocks=40, decodes=(1, 2, 4), chunk_rows=32, tile=16, chunks=3)
     monkeypatch.setattr(
@@ -53,9 +53,14 @@ def test_host_time_is_measured_with_graphs_and_without(tmp_path: Path, monkeypat
     rows = host_time_stage(loaded, 16, tmp_path, lambda text: None)
     # A chunk of 64 is beyond these buckets.
     assert [(row["batch"], row["graphs"]) for row in rows] == [
-        ("chunk of 8", True), ("1 decode", True), ("4 decodes", True),
-        ("chunk of 8", False), ("chunk of 64", False), ("1 decode", False), ("4 decodes", False),
-    ]  # fmt: skip
+        ("chunk of 8", True),
+        ("1 decode", True),
+        ("4 decodes", True),
+        ("chunk of 8", False),
+        ("chunk of 64", False),
+        ("1 decode", False),
+        ("4 decodes", False),
+    ]
     assert rows[0]["executed_rows"] == 16
     assert all(row["wall_s"] >= row["device_s"] > 0 for row in rows)
 

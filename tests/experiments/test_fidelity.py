@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
-from experiments.fidelity import Variant, latencies_of, make_bench, over_time, statistics
-from experiments.known_steps import by_size, decode_seconds, known_stretches, level_us
-from experiments.vllm_run import VllmRun, read_vllm_run
+from experiments.vllm.fidelity import Variant, latencies_of, make_bench, over_time, statistics
+from experiments.vllm.recorded_run import VllmRun, read_vllm_run
+from experiments.vllm.steps_from_request_times import by_size, decode_seconds, known_stretches, level_us
 from simulator import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
@@ -111,9 +111,14 @@ def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None
 
 def test_an_answer_of_one_token_has_no_time_per_output_token() -> None:
     requests = pd.DataFrame(
-        {"queued_s": [0.0, 0.0, 1.0], "first_s": [1.0, 1.0, 1.5], "last_s": [1.0, 3.0, 1.6], "prompt": [100] * 3,
-         "output": [1, 11, 2]}
-    )  # fmt: skip
+        {
+            "queued_s": [0.0, 0.0, 1.0],
+            "first_s": [1.0, 1.0, 1.5],
+            "last_s": [1.0, 3.0, 1.6],
+            "prompt": [100] * 3,
+            "output": [1, 11, 2],
+        }
+    )
     measured = VllmRun(Path("."), {}, requests, pd.DataFrame()).latencies
     assert measured["tpot"] == pytest.approx([0.2, 0.1])
     assert measured["e2e"] == pytest.approx([1.0, 3.0, 0.6])

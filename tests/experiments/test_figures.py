@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 
-from experiments.claim import claim_names, judge
 from experiments.errors import ExperimentError
-from experiments.experiment import Check, Comparison, Result, experiment_names, load_experiment, within_check
-from experiments.figure_files import run_experiment
-from experiments.gallery import write_gallery
-from experiments.paper_workloads import closed_batches, closed_run, split_by_ratio
-from experiments.step_costs import GROUPS, decode, hybrid, iteration_ms, layers_ms, linear_and_attention_ms, prefill
+from experiments.papers.claim import claim_names, judge
+from experiments.papers.experiment import Check, Comparison, Result, experiment_names, load_experiment, within_check
+from experiments.papers.figure_files import run_experiment
+from experiments.papers.gallery import write_gallery
+from experiments.papers.paper_workloads import closed_batches, closed_run, split_by_ratio
+from experiments.papers.step_costs import (
+    GROUPS,
+    decode,
+    hybrid,
+    iteration_ms,
+    layers_ms,
+    linear_and_attention_ms,
+    prefill,
+)
 from profiler import load_cost_model
 from tests.simulator.constant_cost import ConstantCost
 from workloads import Trace
@@ -118,7 +126,7 @@ def test_closed_batches_hold_as_many_requests_as_there_are_slots() -> None:
 
 def test_throughput_gains_match_table_4_of_sarathi() -> None:
     """LLaMA-13B on an A6000, 1K, batch 6, P:D 50: 1.33 in the paper; nothing of ours was made from it."""
-    from experiments.figures.sarathi_fig9_pd_ratio import _gains
+    from experiments.papers.figures.sarathi_fig9_pd_ratio import _gains
 
     cost = load_cost_model("llama-13b", "a6000", cost_model="roofline", dtype="float16")
     assert _gains(cost, 1024, 6, 50, (256,), True)[256] == pytest.approx(1.33, rel=0.1)
@@ -156,7 +164,7 @@ def test_the_stall_of_decodes_is_measured_at_the_contexts_that_it_names(monkeypa
     """At 10 ms a step and 10 us a row: 50 decodes take 10.5 ms, the whole prompt 30 ms by itself before they go on, and
     128 rows of both 11.28 ms."""
     import simulator
-    from experiments.claims import c01_stall_of_decodes as c01
+    from experiments.papers.claims import c01_stall_of_decodes as c01
 
     seen = []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.notes import notes_of_sweep
-from experiments.sweep_space import parse_sweep
+from experiments.running.early_notes import notes_of_sweep
+from experiments.sweeps.axes import parse_sweep
 from tests.hardening.command_line import run
 
 DOUBT = "If its times are in ms, name it timestamp_ms"
@@ -35,8 +35,9 @@ def test_a_sweep_says_once_what_any_of_its_settings_gives_reason_to() -> None:
 def test_bounds_in_milliseconds_are_doubted_in_a_sweep_and_of_a_run_folder(tmp_path: Path) -> None:
     content = {
         "trace": {"requests": 5, "arrivals": "poisson:4", "prompt": "fixed:60", "output": "fixed:2"},
-        "base": {"slo": "tbt_p99=200"}, "space": {"seed": [0, 1]},
-    }  # fmt: skip
+        "base": {"slo": "tbt_p99=200"},
+        "space": {"seed": [0, 1]},
+    }
     said = "SLO: tbt_p99=200 is 200 seconds; if milliseconds are meant, write tbt_p99=0.2"
     assert notes_of_sweep(parse_sweep(content)) == [said]
     trace = slow_trace(tmp_path)
@@ -59,17 +60,50 @@ def test_sweep_and_capacity_say_the_notes_that_replay_says(tmp_path: Path) -> No
         f'[trace]\nfile = "{trace}"\n[base]\ncost_model = "roofline"\nrouter = "session_affinity"\n[space]\nreplicas = [1, 2]\n'
     )
     commands = {
-        "replay": ("simulator", "replay", str(trace), "--cost-model", "roofline", "--replicas", "2", "--router", "session_affinity"),
+        "replay": (
+            "simulator",
+            "replay",
+            str(trace),
+            "--cost-model",
+            "roofline",
+            "--replicas",
+            "2",
+            "--router",
+            "session_affinity",
+        ),
         "sweep": ("experiments", "sweep", str(file), "--out", str(tmp_path / "out"), "--workers", "0"),
         "smallest": (
-            "experiments", "capacity", str(trace), "--smallest", "--workers", "0", "--set", "cost_model=roofline",
-            "--set", "router=session_affinity",
+            "experiments",
+            "capacity",
+            str(trace),
+            "--smallest",
+            "--workers",
+            "0",
+            "--set",
+            "cost_model=roofline",
+            "--set",
+            "router=session_affinity",
         ),
         "capacity": (
-            "experiments", "capacity", str(trace), "--requests", "100", "--draws", "2", "--tolerance", "0.2", "--workers", "0",
-            "--set", "cost_model=roofline", "--set", "replicas=2", "--set", "router=session_affinity",
+            "experiments",
+            "capacity",
+            str(trace),
+            "--requests",
+            "100",
+            "--draws",
+            "2",
+            "--tolerance",
+            "0.2",
+            "--workers",
+            "0",
+            "--set",
+            "cost_model=roofline",
+            "--set",
+            "replicas=2",
+            "--set",
+            "router=session_affinity",
         ),
-    }  # fmt: skip
+    }
     for name, command in commands.items():
         ended = run(*command)
         assert ended.code == 0, (name, ended.err)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.parity import compare_with_vllm
+from experiments.vllm.parity import compare_with_vllm
 from tests.shared_data import shared
 
 LOGS = [
@@ -21,9 +21,12 @@ LOGS = [
 @pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS, ids=[log[0] for log in LOGS])
 def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engine):
     result = compare_with_vllm(
-        shared(f"vllm_cpu_steps/steps_{name}.jsonl"), shared(f"vllm_cpu_steps/reqs_{name}.jsonl"),
-        token_budget=512, max_num_seqs=64, **engine,
-    )  # fmt: skip
+        shared(f"vllm_cpu_steps/steps_{name}.jsonl"),
+        shared(f"vllm_cpu_steps/reqs_{name}.jsonl"),
+        token_budget=512,
+        max_num_seqs=64,
+        **engine,
+    )
     assert result.divergence is None
     assert (result.steps, result.matched, result.preemptions) == (steps, steps, preemptions)
     assert result.free_blocks_checked == steps
@@ -34,8 +37,13 @@ def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
     result = compare_with_vllm(
         shared("vllm_cpu_steps/steps_preempt_cache_b512_k250.jsonl"),
         shared("vllm_cpu_steps/reqs_preempt_cache_b512_k250.jsonl"),
-        token_budget=512, max_num_seqs=64, num_blocks=250, block_size=32, prefix_caching=True, free_order="0.19",
-    )  # fmt: skip
+        token_budget=512,
+        max_num_seqs=64,
+        num_blocks=250,
+        block_size=32,
+        prefix_caching=True,
+        free_order="0.19",
+    )
     assert result.divergence is not None
     assert result.divergence["step"] == 272
 
@@ -89,7 +97,12 @@ def test_a_log_with_a_wrong_value_is_named_with_its_line(tmp_path, steps, reques
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "found no rows"), ("{\n", "line 1: cannot be read as JSON"), ('{"t": 1}\n', "line 1: found no reqs"), ("3\n", "line 1")],
+    [
+        ("", "found no rows"),
+        ("{\n", "line 1: cannot be read as JSON"),
+        ('{"t": 1}\n', "line 1: found no reqs"),
+        ("3\n", "line 1"),
+    ],
 )
 def test_a_broken_log_is_named_with_its_line(tmp_path, text, message):
     steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from experiments.attention_ffn import frontiers
-from experiments.capacity_command import _spoken_size
-from experiments.engines import WorkerProcesses
+from experiments.capacity.command import _spoken_size
 from experiments.errors import ExperimentError
-from experiments.sweep_command import _costs
-from experiments.sweep_space import read_sweep
-from experiments.validate_compare import aim_of
-from experiments.validate_settings import Settings, claim_folder, load_name
-from metrics.run_folder import RUN_MARKER, json_ready
+from experiments.papers.attention_ffn import frontiers
+from experiments.running.task_runners import WorkerProcesses
+from experiments.sweeps.axes import read_sweep
+from experiments.sweeps.command import _costs
+from experiments.validation.comparing.settings import Settings, claim_folder, load_name
+from experiments.validation.comparing.statistics import aim_of
+from metrics.run_folder.folder import RUN_MARKER, json_ready
 from profiler import ProfileError
 from simulator import SimulationError
 from tests.hardening.command_line import run
@@ -136,5 +136,6 @@ def test_a_sweep_says_where_its_costs_come_from_point_by_point() -> None:
     rows = [{"cost_model": "roofline h100-changed", "calibrated": False}] * 2
     rows += [{"cost_model": "fitted h100", "calibrated": True}, {"cost_model": None, "status": "failed"}]
     assert dict(_costs(rows)) == {
-        "roofline h100-changed (uncalibrated: specifications alone)": 2, "fitted h100 (calibrated)": 1
-    }  # fmt: skip
+        "roofline h100-changed (uncalibrated: specifications alone)": 2,
+        "fitted h100 (calibrated)": 1,
+    }

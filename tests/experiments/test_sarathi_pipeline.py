@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.sarathi_pipeline import PAPER, deployments, pipeline_trace, run_deployment, sarathi_pipeline
+from experiments.papers.sarathi_pipeline import PAPER, deployments, pipeline_trace, run_deployment, sarathi_pipeline
 
 
 def test_lengths_and_ratio_are_the_papers():

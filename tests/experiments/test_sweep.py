@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.engines import ThisProcess, WorkerProcesses, make_engine
 from experiments.errors import ExperimentError
-from experiments.ray_engine import _renamed
-from experiments.sweep import run_sweep
-from experiments.sweep_point import replay_config
-from experiments.sweep_space import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
-from experiments.workload import load_workload
+from experiments.running.ray_runner import _renamed
+from experiments.running.task_runners import ThisProcess, WorkerProcesses, make_engine
+from experiments.running.workload import load_workload
+from experiments.sweeps.axes import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
+from experiments.sweeps.point import replay_config
+from experiments.sweeps.run import run_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = {"requests": 12, "arrivals": "poisson:4", "prompt": "fixed:600", "output": "fixed:20"}
@@ -267,9 +267,13 @@ def test_a_sweep_survives_kill_9_without_redoing_or_losing_a_point(tmp_path: Pat
 def test_optuna_proposes_the_same_points_whoever_works_and_however_often_it_is_stopped(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = {
-        "method": "optuna", "points": 14, "batch": 4, "objective": "ttft_s_p99", "direction": "minimize",
+        "method": "optuna",
+        "points": 14,
+        "batch": 4,
+        "objective": "ttft_s_p99",
+        "direction": "minimize",
         "space": {"chunk_size": {"low": 64, "high": 1024, "step": 64}, "policy": ["chunked", "vllm_v1"]},
-    }  # fmt: skip
+    }
     whole = run_sweep(small(**search), tmp_path / "a").rows()
     for number in (5, 12, 13):
         (tmp_path / f"a/points/{number:06d}.json").unlink()
@@ -280,11 +284,20 @@ def test_optuna_proposes_the_same_points_whoever_works_and_however_often_it_is_s
 @pytest.mark.slow
 def test_a_file_is_renamed_for_another_node_where_a_task_names_it_and_nowhere_else() -> None:
     places = {"a.csv": "/node/a.csv", "data/a.csv": "/node/data.csv", "p.py": "/node/p.py"}
-    task = {"file": "data/a.csv", "same": ["a.csv", "empirical:a.csv"], "policy": "p.py:Mine", "other": "old/a.csv", "n": 3}
+    task = {
+        "file": "data/a.csv",
+        "same": ["a.csv", "empirical:a.csv"],
+        "policy": "p.py:Mine",
+        "other": "old/a.csv",
+        "n": 3,
+    }
     assert _renamed(task, places) == {
-        "file": "/node/data.csv", "same": ["/node/a.csv", "empirical:/node/a.csv"], "policy": "/node/p.py:Mine",
-        "other": "old/a.csv", "n": 3,
-    }  # fmt: skip
+        "file": "/node/data.csv",
+        "same": ["/node/a.csv", "empirical:/node/a.csv"],
+        "policy": "/node/p.py:Mine",
+        "other": "old/a.csv",
+        "n": 3,
+    }
 
 
 def test_ray_writes_the_same_table_as_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +315,12 @@ def test_limit_takes_the_first_requests_and_first_leaves_them_out(tmp_path: Path
     head = load_workload({"file": str(file), "limit": 30})
     assert (head.arrival_ns.tolist(), len(head)) == (whole.head(30).arrival_ns.tolist(), 30)
     assert len(load_workload({"file": str(file), "first": 30})) == len(whole) - 30
-    assert load_workload({"file": str(file), "first": [10, 50], "limit": 5}).arrival_ns.tolist() == whole.arrival_ns[10:15].tolist()
+    assert (
+        load_workload({"file": str(file), "first": [10, 50], "limit": 5}).arrival_ns.tolist()
+        == whole.arrival_ns[10:15].tolist()
+    )
     for wrong in (0, 2.5, True, "30"):
-        with pytest.raises(ExperimentError, match=r"trace\.limit: found .*, expected a whole number of requests, at least 1"):
+        with pytest.raises(
+            ExperimentError, match=r"trace\.limit: found .*, expected a whole number of requests, at least 1"
+        ):
             load_workload({"file": str(file), "limit": wrong})

@@ -12,17 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.agreement import agreement, scheduler_of
-from experiments.document import Heading, Table, Text, as_html, as_markdown
-from experiments.drift import Probe, speed_around
 from experiments.errors import ExperimentError
-from experiments.live_side import EngineChoice, PolicyChoice
-from experiments.measured_times import Fed, at_moments
-from experiments.validate import Validation
-from experiments.validate_compare import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD, Comparison, compare, pooled_error, rank
-from experiments.validate_explore import write_explorable
-from experiments.validate_report import aims_in_short, gauge_in_short, write_report
-from experiments.validate_settings import Settings
+from experiments.running.report_document import Heading, Table, Text, as_html, as_markdown
+from experiments.validation.comparing.batch_agreement import agreement, scheduler_of
+from experiments.validation.comparing.fed_with_measured_times import Fed, at_moments
+from experiments.validation.comparing.live_side import EngineChoice, PolicyChoice
+from experiments.validation.comparing.machine_drift import Probe, speed_around
+from experiments.validation.comparing.settings import Settings
+from experiments.validation.comparing.statistics import (
+    OUTSIDE,
+    WITHIN_AIM,
+    WITHIN_SPREAD,
+    Comparison,
+    compare,
+    pooled_error,
+    rank,
+)
+from experiments.validation.pages.interactive_report import write_explorable
+from experiments.validation.pages.report import aims_in_short, gauge_in_short, write_report
+from experiments.validation.stages import Validation
 from policies import Policy
 from workloads import Trace, write_trace
 
@@ -48,9 +56,14 @@ def small_trace(path: Path, count: int = 14) -> Path:
 @pytest.mark.slow
 def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -> None:
     settings = Settings(
-        trace=str(small_trace(tmp_path)), policies=POLICIES, rows=(0, 14), repeats=1, budget_s=5.0, ensemble=2,
+        trace=str(small_trace(tmp_path)),
+        policies=POLICIES,
+        rows=(0, 14),
+        repeats=1,
+        budget_s=5.0,
+        ensemble=2,
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=6, token_budget=256),
-    )  # fmt: skip
+    )
     out = tmp_path / "out"
     said: list[str] = []
     result = Validation(settings, out, say=said.append).run()
@@ -99,15 +112,20 @@ def test_a_live_run_is_rescaled_by_the_probes_on_its_two_sides() -> None:
 
 def test_a_live_run_with_preemptions_and_a_prefix_cache_is_planned_again_exactly() -> None:
     from executor.config import LiveConfig
-    from executor.live import load_for, replay_live
+    from executor.serving.replay import load_for, replay_live
 
     rng = np.random.default_rng(3)
     count = 10
     prompts, outputs = rng.integers(40, 90, count), rng.integers(20, 60, count)
     trace = Trace(
-        "shared prefixes", np.zeros(count, np.int64), prompts, outputs, outputs, hash_tokens=16,
+        "shared prefixes",
+        np.zeros(count, np.int64),
+        prompts,
+        outputs,
+        outputs,
+        hash_tokens=16,
         prefix_hashes=[tuple(range(prompt // 16)) if row % 2 else () for row, prompt in enumerate(prompts)],
-    )  # fmt: skip
+    )
     loaded = load_for(LiveConfig(model="nano"), 160)
     for knobs, blocks in (({}, 22), ({"prefix_caching": True}, 24), ({"async_scheduling": True}, 26)):
         run = replay_live(
@@ -121,7 +139,7 @@ def test_a_live_run_with_preemptions_and_a_prefix_cache_is_planned_again_exactly
 
 def test_a_scheduler_that_plans_otherwise_is_told_by_its_first_batch() -> None:
     from executor.config import LiveConfig
-    from executor.live import replay_live
+    from executor.serving.replay import replay_live
 
     trace = Trace("two", np.array([0, 0]), np.array([100, 30]), np.array([5, 5]), np.array([5, 5]))
     run = replay_live(trace, LiveConfig(model="nano", policy="chunked", knobs={"chunk_size": 64}))
@@ -166,8 +184,10 @@ def test_a_verdict_is_the_aim_or_the_spread_whichever_is_larger() -> None:
 
 
 def test_errors_are_pooled_over_runs_and_live_values_counted_in_the_interval() -> None:
-    rows = [replace(row("a", 1.0, (0.5, 1.0, 2.0)), low=0.6, high=2.0, live_values=(0.5, 1.0, 2.0)),
-            replace(row("b", 2.0, (2.0, 2.0, 2.0)), live_values=(2.0,))]  # fmt: skip
+    rows = [
+        replace(row("a", 1.0, (0.5, 1.0, 2.0)), low=0.6, high=2.0, live_values=(0.5, 1.0, 2.0)),
+        replace(row("b", 2.0, (2.0, 2.0, 2.0)), live_values=(2.0,)),
+    ]
     assert [each.inside for each in rows] == [2, 1]
     # logarithms of predicted over live: log 2, 0, -log 2, 0; their standard deviation is log 2 x sqrt(2 / 3)
     assert pooled_error(rows, "tpot_s_mean") == pytest.approx((0.0, math.log(2) * math.sqrt(2 / 3) / 2, 4))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.validate_command import for_each_model, requests_of
-from experiments.validate_compare import Comparison
-from experiments.validate_full import ModelShare, counted, in_a_cell, parts_of
-from experiments.validate_settings import Settings
+from experiments.validation.command import for_each_model, requests_of
+from experiments.validation.comparing.settings import Settings
+from experiments.validation.comparing.statistics import Comparison
+from experiments.validation.many_models import ModelShare, counted, in_a_cell, parts_of
 
 
 def test_a_slow_model_serves_fewer_requests_and_is_measured_for_longer() -> None:
@@ -42,9 +42,20 @@ def test_a_limit_that_is_no_count_is_refused(text: str) -> None:
 
 def test_a_cell_shows_both_errors_and_the_spread() -> None:
     row = Comparison(
-        policy="chunked", load=0.6, statistic="tpot_s_mean", simulated=1.1, low=1.0, high=1.2, live=1.0, live_low=0.9,
-        live_high=1.1, rescaled=0.98, at_live_speed=0.01, repeats=2, aim=0.03,
-    )  # fmt: skip
+        policy="chunked",
+        load=0.6,
+        statistic="tpot_s_mean",
+        simulated=1.1,
+        low=1.0,
+        high=1.2,
+        live=1.0,
+        live_low=0.9,
+        live_high=1.1,
+        rescaled=0.98,
+        at_live_speed=0.01,
+        repeats=2,
+        aim=0.03,
+    )
     assert in_a_cell(row) == "+10.0, -2.0% (20.0%)"
     assert in_a_cell(replace(row, rescaled=float("nan"))) == "+10.0% (20.0%)"
     assert counted([row.verdict, row.rescaled_verdict, "outside"]) == "1 within aim, 1 within spread, 1 outside"

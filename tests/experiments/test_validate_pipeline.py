@@ -10,28 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.against import validate_against
 from experiments.errors import ExperimentError
-from experiments.live_side import EngineChoice, PolicyChoice
-from experiments.pipeline_bubbles import ALL, BubbleComparison, bubbles_in_short, ranked
-from experiments.validate import Validation
-from experiments.validate_report import write_report
-from experiments.validate_settings import Settings
+from experiments.validation.comparing.live_side import EngineChoice, PolicyChoice
+from experiments.validation.comparing.pipeline_bubbles import ALL, BubbleComparison, bubbles_in_short, ranked
+from experiments.validation.comparing.settings import Settings
+from experiments.validation.existing_runs import validate_against
+from experiments.validation.pages.report import write_report
+from experiments.validation.stages import Validation
 from policies import BatchShape
 from profiler.errors import ProfileError
-from profiler.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit
-from profiler.staged_model import StagedFit, StagedModel, fit_host, fit_sends, read_staged, write_staged
+from profiler.iterations.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit
+from profiler.iterations.staged_model import StagedFit, StagedModel, fit_host, fit_sends, read_staged, write_staged
 from tests.experiments.test_validate import small_trace
 
 
 def stage_fit(step_ns: float) -> IterationFit:
     prices = (step_ns, *(0.0 for _ in AMOUNTS[1:]))
     bounds = Bounds(512, 64, 4, 512, 2048, 64, 2048, 100_000)
-    return IterationFit("cpu", "small", "float32", "native", (0.0,) * len(ROW_TERMS), prices, (0.0,) * 4, (0.0, 0.0), bounds)
+    return IterationFit(
+        "cpu", "small", "float32", "native", (0.0,) * len(ROW_TERMS), prices, (0.0,) * 4, (0.0, 0.0), bounds
+    )
 
 
 def test_a_staged_model_costs_every_stage_and_send_and_comes_back_from_disk(tmp_path: Path) -> None:
-    fit = StagedFit((stage_fit(3e6), stage_fit(5e6)), ((2e5, 10.0),), (1e5, 0.0, 100.0, 1.0), (5e4, 1e3), {"from": "a test"})
+    fit = StagedFit(
+        (stage_fit(3e6), stage_fit(5e6)), ((2e5, 10.0),), (1e5, 0.0, 100.0, 1.0), (5e4, 1e3), {"from": "a test"}
+    )
     write_staged(fit, tmp_path / "model.json")
     model = StagedModel(read_staged(tmp_path / "model.json"))
     assert model.fit == fit
@@ -54,7 +58,9 @@ def test_sends_and_host_time_are_fitted_to_their_means() -> None:
     latency, each = fit_sends(rows, (3e5 + 20 * rows) / 1e9)
     assert latency == pytest.approx(3e5)
     assert each == pytest.approx(20.0)
-    shapes = [BatchShape(((tokens, 0),), n, 10 * n, 10, 0, n + 1) for n, tokens in [(1, 10), (9, 200), (30, 5), (4, 90)]]
+    shapes = [
+        BatchShape(((tokens, 0),), n, 10 * n, 10, 0, n + 1) for n, tokens in [(1, 10), (9, 200), (30, 5), (4, 90)]
+    ]
     after = np.array([(2e4 + 300 * shape.sampled) / 1e9 for shape in shapes])
     _, found = fit_host(shapes, after, after)
     assert found == pytest.approx((2e4, 300.0))
@@ -64,7 +70,12 @@ def test_policies_are_ranked_by_bubbles_where_live_runs_tell_them_apart() -> Non
     def row(policy: str, simulated: float, low: float, high: float, cause: str = ALL) -> BubbleComparison:
         return BubbleComparison(policy, 0.9, cause, simulated, (low + high) / 2, low, high, 2)
 
-    rows = [row("a", 0.10, 0.11, 0.12), row("b", 0.30, 0.20, 0.25), row("c", 0.05, 0.115, 0.13), row("a", 0, 0, 0, "pb1")]
+    rows = [
+        row("a", 0.10, 0.11, 0.12),
+        row("b", 0.30, 0.20, 0.25),
+        row("c", 0.05, 0.115, 0.13),
+        row("a", 0, 0, 0, "pb1"),
+    ]
     assert ranked(rows) == (2, 2)  # a and c are not told apart
     assert rows[0].verdict == "within aim"
     assert rows[1].verdict == "outside"
@@ -80,10 +91,15 @@ def test_policies_are_ranked_by_bubbles_where_live_runs_tell_them_apart() -> Non
 @pytest.mark.slow
 def test_the_loop_over_two_stages_agrees_batch_by_batch(tmp_path: Path) -> None:
     settings = Settings(
-        trace=str(small_trace(tmp_path, 6)), policies=("chunked:chunk_size=64", "prefill_priority"), rows=(0, 6),
-        repeats=1, budget_s=1.0, ensemble=1, loads=(1.5,),
+        trace=str(small_trace(tmp_path, 6)),
+        policies=("chunked:chunk_size=64", "prefill_priority"),
+        rows=(0, 6),
+        repeats=1,
+        budget_s=1.0,
+        ensemble=1,
+        loads=(1.5,),
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=4, token_budget=256, pp=2),
-    )  # fmt: skip
+    )
     validation = Validation(settings, tmp_path / "out")
     result = validation.run()
     for name, found in result.agreements.items():

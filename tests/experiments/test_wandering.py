@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.stage_files import write_json
-from experiments.wandering import WINDOW, slowness_over_time, wandering_run
-from profiler.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit, IterationModel
+from experiments.running.stage_files import write_json
+from experiments.validation.comparing.machine_speed_in_time import WINDOW, slowness_over_time, wandering_run
+from profiler.iterations.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit, IterationModel
 from simulator import ReplayConfig, replay
 from tests.simulator.constant_cost import trace_of
 
@@ -22,10 +22,18 @@ def model() -> IterationModel:
     gauge = {"gauge": {"typical_s": 1e-6, "power": 2.0}}
     return IterationModel(
         IterationFit(
-            "cpu", "nano", "float32", "native", (0.0,) * len(ROW_TERMS), prices, (1e6, 0.0, 0.0, 0.0), (0.0, 0.0), BOUNDS,
+            "cpu",
+            "nano",
+            "float32",
+            "native",
+            (0.0,) * len(ROW_TERMS),
+            prices,
+            (1e6, 0.0, 0.0, 0.0),
+            (0.0, 0.0),
+            BOUNDS,
             provenance=gauge,
         )
-    )  # fmt: skip
+    )
 
 
 def test_iterations_are_as_slow_as_their_moment() -> None:
@@ -41,7 +49,9 @@ def test_iterations_are_as_slow_as_their_moment() -> None:
 def test_a_gauge_tells_speeds_in_time(tmp_path: Path) -> None:
     file = tmp_path / "g.json"
     samples = [1000] * 60 + [2000] * 60
-    write_json(file, {"typical_ns": 1414, "samples": 120, "at_s": [0.02 * number for number in range(120)], "ns": samples})
+    write_json(
+        file, {"typical_ns": 1414, "samples": 120, "at_s": [0.02 * number for number in range(120)], "ns": samples}
+    )
     found = slowness_over_time(file, model(), first_ns=10**9)
     assert found is not None
     at_ns, slowness = found

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from policies.command_line import INTERRUPTED, TERMINATED, run_command
+from policies.edges.command_line import INTERRUPTED, TERMINATED, run_command
 
 PACKAGES = ("workloads", "simulator", "metrics", "profiler", "experiments", "executor")
 
@@ -57,7 +57,13 @@ def run(package: str, *arguments: object) -> Ended:
 
 
 def _text(argument: object) -> str:
-    return argument if isinstance(argument, str) else os.fspath(argument) if hasattr(argument, "__fspath__") else str(argument)
+    return (
+        argument
+        if isinstance(argument, str)
+        else os.fspath(argument)
+        if hasattr(argument, "__fspath__")
+        else str(argument)
+    )
 
 
 def assert_refused(ended: Ended, *, seconds: float = 20.0) -> str:
@@ -102,7 +108,11 @@ def at_most(seconds: float) -> Iterator[None]:
     """
 
     def ring(number: int, frame: Any) -> None:
-        raise TooLong(f"still running after {seconds} s of work" if number == signal.SIGPROF else f"still there after {10 * seconds} s")
+        raise TooLong(
+            f"still running after {seconds} s of work"
+            if number == signal.SIGPROF
+            else f"still there after {10 * seconds} s"
+        )
 
     timers = ((signal.ITIMER_PROF, signal.SIGPROF, seconds), (signal.ITIMER_REAL, signal.SIGALRM, 10 * seconds))
     before = [signal.signal(number, ring) for _, number, _ in timers]

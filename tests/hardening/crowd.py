@@ -15,25 +15,46 @@ from workloads import Trace
 S = 1_000_000_000
 KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
     "request_level": (
-        {}, {"max_batch_size": 2}, {"max_batch_size": 3, "keep_finished": False, "max_delay_s": 0.2}, {"reserve": "longest"},
+        {},
+        {"max_batch_size": 2},
+        {"max_batch_size": 3, "keep_finished": False, "max_delay_s": 0.2},
+        {"reserve": "longest"},
     ),
     "orca": ({}, {"max_batch_size": 3, "max_prompts": 1}, {"reserve": "longest"}),
     "prefill_priority": ({}, {"max_prompts": 1}),
     "decode_maximal": ({"chunk_size": 16, "align": "none"}, {"chunk_size": 32, "align": "shrink"}, {}),
-    "dynamic_chunk": ({}, {"rule": "tbt_slo", "tbt_target_s": 0.05, "largest": 64}, {"rule": "prefix_aware", "first": 64, "merge": True}),
+    "dynamic_chunk": (
+        {},
+        {"rule": "tbt_slo", "tbt_target_s": 0.05, "largest": 64},
+        {"rule": "prefix_aware", "first": 64, "merge": True},
+    ),
     "chunked": ({}, {"chunk_size": 24}, {"chunk_size": 130}),
     "vllm_v1": (
-        {}, {"reserve_full": False}, {"async_scheduling": True}, {"long_prefill_token_threshold": 9}, {"free_order": "0.19"},
-        {"prefix_caching": True}, {"prefix_caching": True, "async_scheduling": True, "reserve_full": False},
+        {},
+        {"reserve_full": False},
+        {"async_scheduling": True},
+        {"long_prefill_token_threshold": 9},
+        {"free_order": "0.19"},
+        {"prefix_caching": True},
+        {"prefix_caching": True, "async_scheduling": True, "reserve_full": False},
     ),
     "shortest_prompt_first": ({}, {"ageing": 0.0, "chunk_size": 16, "window": 2}),
-    "slo_aware": ({}, {"relegate": False, "chunk_size": 32, "ttft_s": 0.2, "tbt_s": 0.03}, {"classes": "chat:ttft=0.1,tbt=0.05;batch:ttft=9"}),
-}  # fmt: skip
+    "slo_aware": (
+        {},
+        {"relegate": False, "chunk_size": 32, "ttft_s": 0.2, "tbt_s": 0.03},
+        {"classes": "chat:ttft=0.1,tbt=0.05;batch:ttft=9"},
+    ),
+}
 ROUTERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("random", {}), ("round_robin", {}), ("least_outstanding_requests", {}), ("least_outstanding_tokens", {"decode_weight": 2.5}),
-    ("power_of_two", {"by": "tokens", "choices": 3}), ("least_kv", {}), ("session_affinity", {"spill": 1}),
+    ("random", {}),
+    ("round_robin", {}),
+    ("least_outstanding_requests", {}),
+    ("least_outstanding_tokens", {"decode_weight": 2.5}),
+    ("power_of_two", {"by": "tokens", "choices": 3}),
+    ("least_kv", {}),
+    ("session_affinity", {"spill": 1}),
     ("prefix_affinity", {"uneven_requests": 2, "remembered": 9}),
-)  # fmt: skip
+)
 RUNGS = ("preempt", "plain", "offload", "oversubscribe", "reject")
 
 
@@ -76,9 +97,13 @@ def case(number: int) -> Case:
     room = longest // block_size + 2
     policy = rng.choice(list(KNOBS))
     options: dict[str, Any] = {
-        "policy": policy, "knobs": rng.choice(KNOBS[policy]), "block_size": block_size, "seed": rng.randrange(9),
-        "num_blocks": rng.choice([room, room + room // 3, 2 * room, 6 * room, max(2, room // 2)]), "gpu": rng.choice(["a100", "h100"]),
-    }  # fmt: skip
+        "policy": policy,
+        "knobs": rng.choice(KNOBS[policy]),
+        "block_size": block_size,
+        "seed": rng.randrange(9),
+        "num_blocks": rng.choice([room, room + room // 3, 2 * room, 6 * room, max(2, room // 2)]),
+        "gpu": rng.choice(["a100", "h100"]),
+    }
     options["router"], options["router_knobs"] = rng.choice(ROUTERS)
     options["decode_router"], options["decode_router_knobs"] = rng.choice(ROUTERS)
     if maybe(0.3):
@@ -109,10 +134,17 @@ def case(number: int) -> Case:
     else:
         kind = LastingCost if maybe(0.2) else SlowCost
         cost = kind(
-            rng.choice([S // 100, 3_333_331, S // 4]), per_row_ns=rng.choice([0, 100_003]), per_context_ns=rng.choice([0, 1_009]),
-            before_ns=rng.choice([0, 50_000]), after_ns=rng.choice([0, 777]), transfer_ns=rng.choice([0, 9_001, S // 50]),
-            stages=stages, tile=rng.choice([1, 8, 128]), per_pair_ns=rng.choice([0, 11]), leaves_ns=rng.choice([3_001, S // 30]),
-        )  # fmt: skip
+            rng.choice([S // 100, 3_333_331, S // 4]),
+            per_row_ns=rng.choice([0, 100_003]),
+            per_context_ns=rng.choice([0, 1_009]),
+            before_ns=rng.choice([0, 50_000]),
+            after_ns=rng.choice([0, 777]),
+            transfer_ns=rng.choice([0, 9_001, S // 50]),
+            stages=stages,
+            tile=rng.choice([1, 8, 128]),
+            per_pair_ns=rng.choice([0, 11]),
+            leaves_ns=rng.choice([3_001, S // 30]),
+        )
     return Case(trace, options, cost)
 
 
@@ -171,7 +203,11 @@ def _cluster(rng: Random, maybe: Any, options: dict[str, Any], room: int) -> Non
     if kind < 0.35:
         serving = kind < 0.08
         pools = []
-        for role in ("serve", "serve") if serving else rng.choice([("prefill", "decode"), ("decode", "prefill", "decode"), ("prefill", "serve", "decode")]):
+        for role in (
+            ("serve", "serve")
+            if serving
+            else rng.choice([("prefill", "decode"), ("decode", "prefill", "decode"), ("prefill", "serve", "decode")])
+        ):
             pool: dict[str, Any] = {"role": role, "replicas": rng.choice([1, 2, 3])}
             if maybe(0.5):
                 pool["policy"] = rng.choice(list(KNOBS))
@@ -190,12 +226,19 @@ def _cluster(rng: Random, maybe: Any, options: dict[str, Any], room: int) -> Non
         options["kv_bandwidth"] = rng.choice([1e9, 1e11])
     if maybe(0.35):
         options["failures"] = tuple(
-            f"{rng.randrange(replicas)}@{rng.choice([0, 0.05, 0.3, 1, 4])}{rng.choice(['', '+0.1', '+1', '+1'])}" for _ in range(rng.randint(1, 4))
+            f"{rng.randrange(replicas)}@{rng.choice([0, 0.05, 0.3, 1, 4])}{rng.choice(['', '+0.1', '+1', '+1'])}"
+            for _ in range(rng.randint(1, 4))
         )
         options["on_failure"] = rng.choice(["requeue", "requeue", "fail"])
     if maybe(0.15):
         options["autoscale"] = {
-            "most": 8, "by": rng.choice(["queue", "slo"]), "interval_s": rng.choice([0.1, 1.0]), "startup_s": rng.choice([0.0, 0.7]),
-            "queue_high": rng.choice([0.0, 1.0]), "patience_s": rng.choice([0.0, 0.5]), "running_low": 3.0, "ttft_s": 0.3,
+            "most": 8,
+            "by": rng.choice(["queue", "slo"]),
+            "interval_s": rng.choice([0.1, 1.0]),
+            "startup_s": rng.choice([0.0, 0.7]),
+            "queue_high": rng.choice([0.0, 1.0]),
+            "patience_s": rng.choice([0.0, 0.5]),
+            "running_low": 3.0,
+            "ttft_s": 0.3,
             "pool": rng.randrange(len(options.get("pools", (0,)))),
-        }  # fmt: skip
+        }

@@ -25,13 +25,29 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 OWN = ("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor")
 TEXT_FORMS = (
-    "poisson:1", "gamma:1,2", "closed:2,1", "step:1,2", "diurnal:9,0.5", "zipf:0.4,1,9", "quantiles:50=1,90=2", "lognormal:9,1,1,99",
-    "ttft_p99=2,tbt_p99=0.2", "chat:ttft=1,tbt=0.1;batch:ttft=60", "0@1+2", "512:0x3 128:1024", "30s", "0:10", "20,12", "2.5 EUR",
+    "poisson:1",
+    "gamma:1,2",
+    "closed:2,1",
+    "step:1,2",
+    "diurnal:9,0.5",
+    "zipf:0.4,1,9",
+    "quantiles:50=1,90=2",
+    "lognormal:9,1,1,99",
+    "ttft_p99=2,tbt_p99=0.2",
+    "chat:ttft=1,tbt=0.1;batch:ttft=60",
+    "0@1+2",
+    "512:0x3 128:1024",
+    "30s",
+    "0:10",
+    "20,12",
+    "2.5 EUR",
     "4:tp=2,gpu=h100",
-)  # fmt: skip
+)
 
 
-def file_target(name: str, read: Callable[[Path], object], companions: tuple[Path, ...] = ()) -> Callable[[bytes], None]:
+def file_target(
+    name: str, read: Callable[[Path], object], companions: tuple[Path, ...] = ()
+) -> Callable[[bytes], None]:
     """Hands the input to a reader as a file of this name, with other files beside it."""
     folder = Path(tempfile.mkdtemp(prefix="charioteer-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     for companion in companions:
@@ -60,7 +76,7 @@ def _traces() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 
 def _profiles() -> tuple[Callable[[bytes], None], list[bytes]]:
-    from profiler.profile import make_profile, read_profile, write_profile
+    from profiler.measurements.profile import make_profile, read_profile, write_profile
     from tests.profiler.test_profile import ROWS
 
     with tempfile.TemporaryDirectory() as folder:
@@ -70,15 +86,15 @@ def _profiles() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 
 def _model_files() -> tuple[Callable[[bytes], None], list[bytes]]:
-    from profiler.model_file import read_model
+    from profiler.operators.fitting.model_file import read_model
 
     data = ROOT / "profiler/data/fitted"
     return file_target("a6000.json", read_model, (data / "a6000.npz",)), [(data / "a6000.json").read_bytes()]
 
 
 def _configs() -> tuple[Callable[[bytes], None], list[bytes]]:
+    from simulator.commands.options import read_config_file
     from simulator.config import ReplayConfig
-    from simulator.options import read_config_file
 
     seeds = [
         b'policy = "chunked"\npp = 2\nlayer_split = [16, 16]\n[knobs]\nchunk_size = 64\n',
@@ -91,7 +107,9 @@ def _shapes() -> tuple[Callable[[bytes], None], list[bytes]]:
     from profiler import load_model_spec
     from tests.hardening.test_every_leaf import ROPE, SHAPE
 
-    return file_target("m/config.json", lambda file: load_model_spec(file.parent)), [json.dumps({**SHAPE, **ROPE}).encode()]
+    return file_target("m/config.json", lambda file: load_model_spec(file.parent)), [
+        json.dumps({**SHAPE, **ROPE}).encode()
+    ]
 
 
 def _gpus() -> tuple[Callable[[bytes], None], list[bytes]]:
@@ -102,35 +120,46 @@ def _gpus() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 
 def _gguf() -> tuple[Callable[[bytes], None], list[bytes]]:
-    from executor.gguf_file import GgufFile
+    from executor.model.gguf_file import GgufFile
     from tests.hardening.monsters import CONTENTS
 
     return file_target("m.gguf", GgufFile), [content for name, content in CONTENTS.items() if name.startswith("GGUF")]
 
 
 def _step_logs() -> tuple[Callable[[bytes], None], list[bytes]]:
-    from profiler.refine import read_step_log
+    from profiler.operators.fitting.calibrated_on_a_run import read_step_log
 
     line = {"prefill": [[5, 0]], "decode": [9, 4], "exec_ms": 9.5, "sched_ms": 1.5, "update_ms": 0.5}
     return file_target("s.jsonl", read_step_log), [json.dumps(line).encode() + b"\n"]
 
 
 def _texts() -> tuple[Callable[[bytes], None], list[bytes]]:
-    from experiments.prices import read_prices
-    from metrics.slo import check_statistics
-    from metrics.timeline import parse_window
+    from experiments.capacity.prices import read_prices
+    from metrics.drawing.perfetto import parse_window
+    from metrics.measures.slo import check_statistics
     from policies.slo_aware import parse_classes
-    from profiler.layer_split import parse_split
-    from profiler.profile import parse_chunks
-    from simulator.failures import parse_failures
-    from simulator.pools import parse_pool
-    from workloads import arrivals, lengths, rates
+    from profiler.measurements.profile import parse_chunks
+    from profiler.specs.layer_split import parse_split
+    from simulator.cluster.failures import parse_failures
+    from simulator.cluster.pools import parse_pool
+    from workloads.generating import arrival_processes as arrivals
+    from workloads.generating import lengths
+    from workloads.generating import rate_profiles as rates
 
     parsers: list[Callable[[str], object]] = [
-        arrivals.parse, lengths.parse, rates.parse, parse_classes, parse_window, parse_split, parse_chunks, parse_pool,
-        lambda text: check_statistics(text, None), lambda text: check_statistics(None, text), lambda text: parse_failures([text], 3),
+        arrivals.parse,
+        lengths.parse,
+        rates.parse,
+        parse_classes,
+        parse_window,
+        parse_split,
+        parse_chunks,
+        parse_pool,
+        lambda text: check_statistics(text, None),
+        lambda text: check_statistics(None, text),
+        lambda text: parse_failures([text], 3),
         lambda text: read_prices(text, None),
-    ]  # fmt: skip
+    ]
 
     def run(content: bytes) -> None:
         text = content.decode("utf-8", "surrogateescape")
@@ -143,9 +172,16 @@ def _texts() -> tuple[Callable[[bytes], None], list[bytes]]:
 
 
 TARGETS: dict[str, Callable[[], tuple[Callable[[bytes], None], list[bytes]]]] = {
-    "trace": _traces, "profile": _profiles, "model": _model_files, "config": _configs, "shape": _shapes, "gpu": _gpus,
-    "gguf": _gguf, "steps": _step_logs, "texts": _texts,
-}  # fmt: skip
+    "trace": _traces,
+    "profile": _profiles,
+    "model": _model_files,
+    "config": _configs,
+    "shape": _shapes,
+    "gpu": _gpus,
+    "gguf": _gguf,
+    "steps": _step_logs,
+    "texts": _texts,
+}
 
 
 def refused(call: Callable[[], Any]) -> None:
@@ -176,7 +212,16 @@ def main() -> None:
     for number, seed in enumerate(seeds):
         (kept / f"seed-{number}").write_bytes(seed)
     warnings.simplefilter("ignore")
-    arguments = [sys.argv[0], str(kept), f"-artifact_prefix={kept}/", f"-max_total_time={asked.seconds}", "-timeout=10", "-rss_limit_mb=3000", "-max_len=65536", "-print_final_stats=1"]  # fmt: skip
+    arguments = [
+        sys.argv[0],
+        str(kept),
+        f"-artifact_prefix={kept}/",
+        f"-max_total_time={asked.seconds}",
+        "-timeout=10",
+        "-rss_limit_mb=3000",
+        "-max_len=65536",
+        "-print_final_stats=1",
+    ]
     atheris.Setup(arguments, lambda content: refused(lambda: call(content)))
     atheris.Fuzz()
 

@@ -37,15 +37,36 @@ CONTENTS: dict[str, bytes] = {
     "an open table": b"[trace\n",
     "escape sequences": b"\x1b[2J\x1b[31m,a\n1,2\n",
     "GGUF of 2^60 facts": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60),
-    "GGUF of a list of 2^62": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 9, 1 << 62),
-    "GGUF nested without end": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 20_000,
+    "GGUF of a list of 2^62": b"GGUF"
+    + struct.pack("<IQQ", 3, 0, 1)
+    + struct.pack("<Q", 1)
+    + b"a"
+    + struct.pack("<IIQ", 9, 9, 1 << 62),
+    "GGUF nested without end": b"GGUF"
+    + struct.pack("<IQQ", 3, 0, 1)
+    + struct.pack("<Q", 1)
+    + b"a"
+    + struct.pack("<I", 9)
+    + struct.pack("<IQ", 9, 1) * 20_000,
     "GGUF with a name of bytes": b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1000) + b"\xff" * 1000,
     "a header of 2^62 bytes": struct.pack("<Q", 1 << 62) + b"{}",
     "a header without tensors": struct.pack("<Q", 2) + b"{}",
-}  # fmt: skip
+}
 
 
-SOME = ("empty", "NULs", "Latin-1", "every byte", "deep objects", "NaN", "a list", "half a surrogate", "not parquet", "columns twice", "infinity")  # fmt: skip
+SOME = (
+    "empty",
+    "NULs",
+    "Latin-1",
+    "every byte",
+    "deep objects",
+    "NaN",
+    "a list",
+    "half a surrogate",
+    "not parquet",
+    "columns twice",
+    "infinity",
+)
 GGUF = tuple(name for name in CONTENTS if name.startswith("GGUF"))
 
 

@@ -49,7 +49,14 @@ class Plan:
     """What an oracle writes on: grants, and the engine's blocks and queues."""
 
     def __init__(self, running: list[Job], waiting: list[Job], free: int, total: int, now: int, longest: int) -> None:
-        self.running, self.waiting, self.free, self.total, self.now, self.longest = running, waiting, free, total, now, longest
+        self.running, self.waiting, self.free, self.total, self.now, self.longest = (
+            running,
+            waiting,
+            free,
+            total,
+            now,
+            longest,
+        )
         self.granted: dict[int, tuple[int, int]] = {}  # request -> (tokens, context before)
         self.jobs: list[tuple[Job, int]] = []
         self.victims = 0
@@ -271,7 +278,11 @@ def by_prefix(first: int, c: int, g: int, b: int, a: int) -> Callable[[Plan, Job
         if not prompt.context:
             return most
         limit = t(0, most - (slots - 1))
-        fits = [n * TILE for n in range(1, most // TILE + 1) if n * TILE >= slots and t(prompt.context, n * TILE - (slots - 1)) <= limit]
+        fits = [
+            n * TILE
+            for n in range(1, most // TILE + 1)
+            if n * TILE >= slots and t(prompt.context, n * TILE - (slots - 1)) <= limit
+        ]
         return min(most, max([*fits, fewest_tiles(slots) * TILE]))
 
     return rows
@@ -322,7 +333,9 @@ def slo_aware(size: int, ttft_ns: int, tbt_ns: int) -> Oracle:
     def by_slack(plan: Plan) -> None:
         plan.first_to_go = lambda job: job.request.priority
         left = size - plan.decode_all()
-        prompts = sorted([j for j in plan.running if not j.decodes] + ([] if plan.victims else plan.waiting), key=urgency)
+        prompts = sorted(
+            [j for j in plan.running if not j.decodes] + ([] if plan.victims else plan.waiting), key=urgency
+        )
         _give_in_order(plan, sorted(prompts, key=lambda job: plan.now > deadline(job)), left)
 
     return by_slack

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 from metrics import Recorder, RunTables, summarise
-from metrics.columns import TABLES
+from metrics.run_folder.columns import TABLES
 from policies import make_scheduler
-from policies.errors import InputError
-from simulator import engine
-from simulator.cluster import Cluster
+from policies.edges.errors import InputError
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.pools import make_cluster_plan
 from simulator.config import ReplayConfig
-from simulator.pools import make_cluster_plan
+from simulator.replica import replica_kind as engine
 from simulator.simulation import simulate
 from tests.hardening.crowd import Case, case
 from workloads import Trace
@@ -66,8 +66,11 @@ def faults(each: Case) -> Iterator[str]:
     yield from _leftovers(cluster)
     summarise(tables, warmup="auto", slo="ttft_p99=1,tbt_p99=0.1")
     for name, (other, other_cluster) in {
-        "again": run(each), "plain": run(each, plain=True), "by id": run(each, by_id=True), "plain by id": run(each, by_id=True, plain=True),
-    }.items():  # fmt: skip
+        "again": run(each),
+        "plain": run(each, plain=True),
+        "by id": run(each, by_id=True),
+        "plain by id": run(each, by_id=True, plain=True),
+    }.items():
         for table in TABLES:
             if (ours := in_order(tables, table)) != (theirs := in_order(other, table)):
                 first = next((pair for pair in zip(ours, theirs) if pair[0] != pair[1]), (len(ours), len(theirs)))
@@ -89,7 +92,9 @@ def _ends(trace: Trace, tables: RunTables) -> Iterator[str]:
     times = {(row["replica"], row["cohort"], row["step"]): row["time_s"] for row in tables.table("tokens").to_pylist()}
     tokens = defaultdict(list)
     for part in tables.table("segments").to_pylist():
-        tokens[part["request"]] += [times[part["replica"], part["cohort"], step] for step in range(part["from_step"], part["to_step"])]
+        tokens[part["request"]] += [
+            times[part["replica"], part["cohort"], step] for step in range(part["from_step"], part["to_step"])
+        ]
     aborting = trace.abort_ns is not None
     for row in rows:
         number = row["request"]
@@ -149,10 +154,17 @@ def _batches(each: Case, tables: RunTables, cluster: Cluster) -> Iterator[str]:
         who = f"replica {row['replica']}, iteration {row['iteration']}"
         if not row["planned_s"] <= row["start_s"] <= row["end_s"]:
             yield f"{who}: {row['planned_s']}, {row['start_s']}, {row['end_s']}"
-        if not any(life.up_ns <= _ns(row["planned_s"]) and (life.down_ns < 0 or _ns(row["end_s"]) <= life.down_ns) for life in lives[row["replica"]]):
+        if not any(
+            life.up_ns <= _ns(row["planned_s"]) and (life.down_ns < 0 or _ns(row["end_s"]) <= life.down_ns)
+            for life in lives[row["replica"]]
+        ):
             yield f"{who}: its replica was not up from {row['planned_s']} to {row['end_s']}"
         before = last.get(row["replica"])
-        if before is not None and (row["end_s"] < before["end_s"] or row["planned_s"] < before["planned_s"] or (calm and row["iteration"] != before["iteration"] + 1)):
+        if before is not None and (
+            row["end_s"] < before["end_s"]
+            or row["planned_s"] < before["planned_s"]
+            or (calm and row["iteration"] != before["iteration"] + 1)
+        ):
             yield f"{who}: after {before['iteration']}, planned {before['planned_s']} then {row['planned_s']}, ended {before['end_s']} then {row['end_s']}"
         last[row["replica"]] = row
         used = row["chunk_tokens"] + row["decodes"]
@@ -162,7 +174,9 @@ def _batches(each: Case, tables: RunTables, cluster: Cluster) -> Iterator[str]:
             yield f"{who}: {used} tokens of {scheduler.token_budget}, {row['running']} running of {scheduler.max_num_seqs}"
         if not 0 <= row["free_blocks"] <= pool.engine.num_blocks:
             yield f"{who}: {row['free_blocks']} blocks free of {pool.engine.num_blocks}"
-        if row["chunk_tokens"] != sum(chunk["tokens"] for chunk in row["chunks"]) or row["num_chunks"] != len(row["chunks"]):
+        if row["chunk_tokens"] != sum(chunk["tokens"] for chunk in row["chunks"]) or row["num_chunks"] != len(
+            row["chunks"]
+        ):
             yield f"{who}: {row['chunk_tokens']} chunk tokens, {row['chunks']}"
         if row["decodes"] != sum(cohort["size"] for cohort in row["cohorts"]):
             yield f"{who}: {row['decodes']} decodes, {row['cohorts']}"
@@ -174,10 +188,19 @@ def _batches(each: Case, tables: RunTables, cluster: Cluster) -> Iterator[str]:
             request = requests[chunk["request"]]
             if not request["arrival_s"] <= row["planned_s"] <= request["finished_s"]:
                 yield f"{who}: computes request {chunk['request']} at {row['planned_s']}, there from {request['arrival_s']} to {request['finished_s']}"
-            if chunk["tokens"] < 1 or chunk["prefix"] + chunk["tokens"] > request["prompt_tokens"] + request["max_output_tokens"]:
+            if (
+                chunk["tokens"] < 1
+                or chunk["prefix"] + chunk["tokens"] > request["prompt_tokens"] + request["max_output_tokens"]
+            ):
                 yield f"{who}: chunk {chunk}"
             so_far = computed.get(chunk["request"], 0)
-            whole = calm and not request["preemptions"] and not request["cached_tokens"] and len(cluster.plan.pools) == 1 and cluster.store is None
+            whole = (
+                calm
+                and not request["preemptions"]
+                and not request["cached_tokens"]
+                and len(cluster.plan.pools) == 1
+                and cluster.store is None
+            )
             if whole and chunk["prefix"] != so_far:
                 yield f"{who}: chunk {chunk} after {so_far} tokens"
             computed[chunk["request"]] = chunk["prefix"] + chunk["tokens"]
@@ -214,20 +237,34 @@ def _leftovers(cluster: Cluster) -> Iterator[str]:
         scheduler = replica.scheduler
         queues, ledger, who = scheduler.queues, scheduler.ledger, f"replica {replica.number}"
         found = {
-            "tracks": len(scheduler.tracks), "parts": [part for part in queues.parts if getattr(part, "size", 1)], "waiting": len(queues.waiting), "running": queues.num_running,
-            "prefill": queues.prefill_tokens, "promised": queues.decode_tokens_promised, "held": scheduler.handover.held,
-            "expected": scheduler.handover.expected, "taken": ledger.total_blocks - ledger.free_blocks,
-        }  # fmt: skip
+            "tracks": len(scheduler.tracks),
+            "parts": [part for part in queues.parts if getattr(part, "size", 1)],
+            "waiting": len(queues.waiting),
+            "running": queues.num_running,
+            "prefill": queues.prefill_tokens,
+            "promised": queues.decode_tokens_promised,
+            "held": scheduler.handover.held,
+            "expected": scheduler.handover.expected,
+            "taken": ledger.total_blocks - ledger.free_blocks,
+        }
         if replica._flights and not any(life.replica == replica.number and life.down_ns >= 0 for life in cluster.lives):
             batches = [flight[0] for flight in replica._flights]
             if any(batch.joins or any(part[2] for part in batch.grown) for batch in batches):
                 found["flights"] = len(batches)
         if scheduler.admission is not None:
-            found["counted on"] = [*scheduler.admission._promised, scheduler.admission._expected_blocks, scheduler.admission._longest_blocks]
+            found["counted on"] = [
+                *scheduler.admission._promised,
+                scheduler.admission._expected_blocks,
+                scheduler.admission._longest_blocks,
+            ]
             found["counted on"] = [value for value in found["counted on"] if value]
         if scheduler.swap is not None:
             swap = scheduler.swap
-            found |= {"swapped": swap.held, "pages": swap.memory.pages - swap.free_pages, "double": len(swap._free) - len(set(swap._free))}
+            found |= {
+                "swapped": swap.held,
+                "pages": swap.memory.pages - swap.free_pages,
+                "double": len(swap._free) - len(set(swap._free)),
+            }
         if any(found.values()):
             yield f"{who}: left behind: { {name: value for name, value in found.items() if value} }"
 

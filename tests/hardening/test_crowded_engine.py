@@ -18,10 +18,10 @@ import pytest
 pytest.importorskip("torch")
 
 from executor.config import LiveConfig
-from executor.live import LiveRun, replay_live
-from experiments.agreement import agreement, scheduler_of
-from experiments.measured_times import feed, why_not_fed
-from policies.errors import InputError
+from executor.serving.replay import LiveRun, replay_live
+from experiments.validation.comparing.batch_agreement import agreement, scheduler_of
+from experiments.validation.comparing.fed_with_measured_times import feed, why_not_fed
+from policies.edges.errors import InputError
 from tests.executor.test_mixed_batches import check, model, small_trace
 from tests.hardening.crowd import KNOBS, RUNGS
 from tests.simulator.constant_cost import ConstantCost
@@ -53,20 +53,34 @@ def case(number: int) -> tuple[Trace, dict[str, Any]]:
     policy, block_size = rng.choice(list(KNOBS)), rng.choice([4, 8, 16])
     room = int((trace.prompt_tokens + limits).max()) // block_size + 2
     options: dict[str, Any] = {
-        "policy": policy, "knobs": dict(rng.choice(KNOBS[policy])), "block_size": block_size, "watermark": rng.choice([None, 0.0, 0.2]),
-        "num_blocks": rng.choice([room, room + room // 2, 3 * room, 20 * room]), "ahead": maybe(0.3), "prefix_caching": maybe(0.3),
-    }  # fmt: skip
+        "policy": policy,
+        "knobs": dict(rng.choice(KNOBS[policy])),
+        "block_size": block_size,
+        "watermark": rng.choice([None, 0.0, 0.2]),
+        "num_blocks": rng.choice([room, room + room // 2, 3 * room, 20 * room]),
+        "ahead": maybe(0.3),
+        "prefix_caching": maybe(0.3),
+    }
     if maybe(0.3):
         options["token_budget"] = rng.choice([8, 32, 100])
     if maybe(0.3):
         options["max_num_seqs"] = rng.choice([1, 2, 4])
     if maybe(0.35):
-        options |= {"preemption": rng.choice(["swap", "auto"]), "swap_gib": rng.choice([1e-4, 1e-3]), "swap_page_mib": rng.choice([8, 16, 32]) / 1024}
+        options |= {
+            "preemption": rng.choice(["swap", "auto"]),
+            "swap_gib": rng.choice([1e-4, 1e-3]),
+            "swap_page_mib": rng.choice([8, 16, 32]) / 1024,
+        }
     if maybe(0.35):
         options |= {
-            "ladder": rng.choice(["all", "none", ",".join(rng.sample(RUNGS, rng.randint(1, 4)))]), "swap_gib": 1e-3, "swap_page_mib": 16 / 1024,
-            "trouble_from": rng.choice([0.3, 0.9]), "plain_tokens": rng.choice([5, 32]), "risk": rng.choice([0.0, 0.5, 1.0]), "max_wait_s": rng.choice([0.01, 60.0]),
-        }  # fmt: skip
+            "ladder": rng.choice(["all", "none", ",".join(rng.sample(RUNGS, rng.randint(1, 4)))]),
+            "swap_gib": 1e-3,
+            "swap_page_mib": 16 / 1024,
+            "trouble_from": rng.choice([0.3, 0.9]),
+            "plain_tokens": rng.choice([5, 32]),
+            "risk": rng.choice([0.0, 0.5, 1.0]),
+            "max_wait_s": rng.choice([0.01, 60.0]),
+        }
     return trace, options
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.experiment import experiment_names
+from experiments.papers.experiment import experiment_names
 from policies import knobs_of, policy_class, policy_names
 from tests.hardening.command_line import PACKAGES, at_most, group_of, needs_posix, run
 
@@ -28,7 +28,9 @@ def code_of(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
     spans = re.findall(r"`([^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return [line.partition("  #")[0].strip() for line in blocks.splitlines()] + [" ".join(span.split()) for span in spans]
+    return [line.partition("  #")[0].strip() for line in blocks.splitlines()] + [
+        " ".join(span.split()) for span in spans
+    ]
 
 
 def shown(page: Path) -> list[str]:
@@ -59,7 +61,9 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
     takes_knobs = command.context_settings.get("ignore_unknown_options", False)
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
     named = [word for word in arguments if re.match(r"examples/\w+\.py:\w+$", word)]
-    knobs = {"--" + knob.replace("_", "-") for policy in (*policy_names(), *named) for knob in knobs_of(policy_class(policy))}
+    knobs = {
+        "--" + knob.replace("_", "-") for policy in (*policy_names(), *named) for knob in knobs_of(policy_class(policy))
+    }
     for word in arguments:
         if word.startswith("--"):
             flag = word.partition("=")[0]
@@ -69,7 +73,7 @@ def test_a_documented_command_is_one(page: str, line: str) -> None:
 ELSEWHERE = {
     r"executor replay .*--(pp|tp)": ("tests/executor/test_distributed.py", '"--pp", "2"'),
     r"--engine ray": ("tests/experiments/test_sweep.py", "ray"),
-    r"executor\.kernel_build": ("tests/executor/test_triton_kernels.py", '"executor.kernel_build", "90"'),
+    r"executor\.kernel_build": ("tests/executor/test_triton_kernels.py", '"executor.checks.kernel_build", "90"'),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
     r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
     r"profiler refine": ("tests/profiler/test_fit.py", '["refine", '),
@@ -91,7 +95,22 @@ LESS = {
     ("executor", "bench"): ("--model", "nano", "--chunk", "16", "--decodes", "2", "--context", "16", "--repeats", "1"),
     ("executor", "generate"): ("--max-tokens", "2"),
     ("executor", "compression"): ("--tokens", "160", "--bits", "4", "--codings", "kivi"),
-    ("experiments", "capacity"): ("--requests", "100", "--draws", "2", "--tolerance", "0.5", "--workers", "0", "--gpus", "a100", "--policies", "chunked", "--chunk-sizes", "256"),
+    ("experiments", "capacity"): (
+        "--requests",
+        "100",
+        "--draws",
+        "2",
+        "--tolerance",
+        "0.5",
+        "--workers",
+        "0",
+        "--gpus",
+        "a100",
+        "--policies",
+        "chunked",
+        "--chunk-sizes",
+        "256",
+    ),
     ("experiments", "capacity --smallest"): ("--workers", "0", "--gpus", "a100", "--policies", "chunked"),
     ("experiments", "claims"): ("c02_decode_cost", *QUICK, "--out", "claims.json"),
     ("experiments", "gallery"): ("--results", "runs/figures", "--out", "gallery.md"),
@@ -108,7 +127,26 @@ LESS = {
 TINY = ("--model", "nano", "--limit", "6", "--repeats", "1", "--budget", "5s", "--policies", "chunked", "--load", "0.6")
 INSTEAD = {
     ("experiments", "run"): ("sarathi_fig7_tiles", "--out", "runs/figures", *QUICK),
-    ("experiments", "calibrate"): ("--model", "nano", "--device", "cpu", "--budget", "8s", "--requests", "3", "--repeats", "1", "--policies", "chunked", "--prompt", "fixed:300", "--output", "fixed:4", "--out", "calib/"),
+    ("experiments", "calibrate"): (
+        "--model",
+        "nano",
+        "--device",
+        "cpu",
+        "--budget",
+        "8s",
+        "--requests",
+        "3",
+        "--repeats",
+        "1",
+        "--policies",
+        "chunked",
+        "--prompt",
+        "fixed:300",
+        "--output",
+        "fixed:4",
+        "--out",
+        "calib/",
+    ),
     ("experiments", "validate"): ("t.csv", *TINY, "--ensemble", "2", "--out", "runs/x"),
     ("experiments", "validate-full"): ("t.csv", "--models", *TINY[1:], "--out", "runs/full"),
 }
@@ -148,7 +186,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (work / name).write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
     (work / "trace.jsonl").write_text('{"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 3}\n')
     (work / "requests.jsonl").write_text(LOG_LINE)
-    (work / "sweep.toml").write_text('[trace]\nfile = "t.csv"\n[base]\nmodel = "nano"\n[space]\nchunk_size = [64, 128]\n')
+    (work / "sweep.toml").write_text(
+        '[trace]\nfile = "t.csv"\n[base]\nmodel = "nano"\n[space]\nchunk_size = [64, 128]\n'
+    )
     assert run("simulator", "replay", work / "t.csv", "--limit", 20, "--out", work / "RUN").code == 0
     for name in ("run", "simulated"):
         shutil.copytree(work / "RUN", work / name)
@@ -231,7 +271,9 @@ def test_what_is_only_parsed_still_stands_on_a_page(pattern: str) -> None:
 
 
 SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(make [a-z-]+|python\S* (-m pytest|-m benchmarks\.|\w+/\S+\.py)).*")
-SCRIPTS = sorted({(page.name, found.group()) for page in PAGES for line in code_of(page) if (found := SCRIPT.fullmatch(line))})
+SCRIPTS = sorted(
+    {(page.name, found.group()) for page in PAGES for line in code_of(page) if (found := SCRIPT.fullmatch(line))}
+)
 """What is no command of a package: benchmarks, audits, tests with more in their environment, make's targets."""
 
 
@@ -241,12 +283,20 @@ def test_a_documented_script_is_there_and_knows_its_flags(page: str, line: str) 
     if "make" in words:
         if shutil.which("make") is None:
             pytest.skip("no make here")
-        done = subprocess.run(["make", "-n", *words[words.index("make") + 1 :]], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["make", "-n", *words[words.index("make") + 1 :]], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{page}: {line}\n{done.stderr}"
         recipe = shlex.shlex(done.stdout, posix=True, punctuation_chars=True)
-        assert ">" not in list(recipe), f"{page}: {line}: a shell would write its output to a file named after a version"
+        assert ">" not in list(recipe), (
+            f"{page}: {line}: a shell would write its output to a file named after a version"
+        )
         return
-    files = [ROOT / word for word in words if "/" in word and word.startswith(("tests/", "docs/", "benchmarks/", "examples/"))]
+    files = [
+        ROOT / word
+        for word in words
+        if "/" in word and word.startswith(("tests/", "docs/", "benchmarks/", "examples/"))
+    ]
     files += [ROOT / (word.replace(".", "/") + ".py") for word in words if word.startswith("benchmarks.")]
     assert files, f"{page}: {line} names no file"
     text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())

@@ -18,26 +18,54 @@ import numpy as np
 import pytest
 
 from profiler.errors import ProfileError
-from profiler.profile import COUNT_COLUMNS, TIME_COLUMNS, make_profile, read_profile, write_profile
+from profiler.measurements.profile import COUNT_COLUMNS, TIME_COLUMNS, make_profile, read_profile, write_profile
 from tests.hardening.test_every_leaf import ALL
 from tests.profiler.test_profile import ROWS
 from workloads import TraceError, read_trace
 
 TEXTS = (
-    "", " ", "x", "-1", "-0", "0", "0.5", "nan", "inf", "-inf", "1e308", "1e-320", "1e400", "9223372036854775808", "1" * 400, "²", "١",
-    "True", "null", "1,5", "0x10", "1_000", "\x00", "12:30", "2023-11-16 18:15:46", "=1+1", "\ud800",
-)  # fmt: skip
+    "",
+    " ",
+    "x",
+    "-1",
+    "-0",
+    "0",
+    "0.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e308",
+    "1e-320",
+    "1e400",
+    "9223372036854775808",
+    "1" * 400,
+    "²",
+    "١",
+    "True",
+    "null",
+    "1,5",
+    "0x10",
+    "1_000",
+    "\x00",
+    "12:30",
+    "2023-11-16 18:15:46",
+    "=1+1",
+    "\ud800",
+)
 MOST_TOKENS, MOST_NS = 1 << 40, 1 << 62
 
 TRACES = {
     "ours": "arrival_s,prompt_tokens,output_tokens,session,priority\n0,5,5,a,1\n1.5,9,3,b,0\n",
     "azure": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n",
     "burstgpt": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,230,1317,Conversation log\n",
-}  # fmt: skip
+}
 LINES = {
-    "mooncake": [{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]}, {"timestamp": 5, "input_length": 900, "output_length": 3, "hash_ids": [1, 3]}],
+    "mooncake": [
+        {"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [1, 2]},
+        {"timestamp": 5, "input_length": 900, "output_length": 3, "hash_ids": [1, 3]},
+    ],
     "ours": [{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5, "session": "a", "priority": 1}] * 2,
-}  # fmt: skip
+}
 
 
 def changed(text: str) -> Iterator[tuple[str, str]]:

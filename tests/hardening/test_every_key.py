@@ -17,40 +17,95 @@ import pytest
 
 from profiler import load_model_spec
 from profiler.errors import ProfileError
-from profiler.model_config import _FAMILIES
-from profiler.model_spec import ModelSpec
+from profiler.specs.model_config import _FAMILIES
+from profiler.specs.model_spec import ModelSpec
 from tests.hardening.test_every_leaf import ALL, VALUES, bent
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-    "vocab_size": 100, "max_position_embeddings": 4096, "head_dim": 16,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "head_dim": 16,
+}
 SMALL = {
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-    "architectures": ["X"], "torch_dtype": "float16", "_name_or_path": "a/b", "rope_theta": 1e4, "partial_rotary_factor": 1.0,
-    "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0, "num_experts": 0,
-}  # fmt: skip
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "architectures": ["X"],
+    "torch_dtype": "float16",
+    "_name_or_path": "a/b",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": 64,
+    "use_sliding_window": True,
+    "max_window_layers": 0,
+    "num_experts": 0,
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024},
-    "yarn": {
-        "type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": True,
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 1024,
     },
-    "longrope": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 1024, "attention_factor": None},
+    "yarn": {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": True,
+        "original_max_position_embeddings": 1024,
+    },
+    "longrope": {
+        "type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 1024,
+        "attention_factor": None,
+    },
     "new keys": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 128, "vocab_size": 100, "n_positions": 64, "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_inner": 128,
+        "vocab_size": 100,
+        "n_positions": 64,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
     },
     "falcon": {
-        "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "parallel_attn": True,
-        "multi_query": True, "num_ln_in_parallel_attn": 2, "bias": False, "alibi": False, "ffn_hidden_size": 128, "vocab_size": 100,
-        "num_hidden_layers": 2, "max_position_embeddings": 64, "activation": "gelu", "layer_norm_epsilon": 1e-5, "rope_theta": 1e4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+        "parallel_attn": True,
+        "multi_query": True,
+        "num_ln_in_parallel_attn": 2,
+        "bias": False,
+        "alibi": False,
+        "ffn_hidden_size": 128,
+        "vocab_size": 100,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+        "activation": "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "rope_theta": 1e4,
     },
-}  # fmt: skip
+}
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,8 +124,8 @@ def look(spec: ModelSpec) -> None:
     assert spec.weight_bytes() > 0
     torch = pytest.importorskip("torch")
     from executor.errors import ExecutorError
-    from executor.rope import rope_tables
-    from executor.weights import check_executable
+    from executor.model.rope import rope_tables
+    from executor.model.weights import check_executable
 
     try:
         check_executable(spec)
@@ -90,7 +145,9 @@ def _check_length(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("name", "config", "first"), [pytest.param(*each, 7 * turn, id=each[0]) for turn, each in enumerate(configs())]
 )
-def test_every_key_of_a_hugging_face_config_may_be_anything(name: str, config: dict[str, Any], first: int, tmp_path: Path) -> None:
+def test_every_key_of_a_hugging_face_config_may_be_anything(
+    name: str, config: dict[str, Any], first: int, tmp_path: Path
+) -> None:
     file = tmp_path / "m" / "config.json"
     file.parent.mkdir()
     file.write_text(json.dumps(config))
@@ -108,21 +165,47 @@ def test_every_key_of_a_hugging_face_config_may_be_anything(name: str, config: d
 
 
 FACTS: dict[str, Any] = {
-    "general.architecture": "llama", "general.alignment": 32, "llama.block_count": 1, "llama.embedding_length": 16,
-    "llama.feed_forward_length": 24, "llama.attention.head_count": 2, "llama.attention.head_count_kv": 1,
-    "llama.attention.key_length": 8, "llama.attention.value_length": 8, "llama.context_length": 128,
-    "llama.rope.dimension_count": 8, "llama.rope.freq_base": 10000.0, "llama.rope.scaling.type": "none", "llama.expert_count": 0,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.attention.causal": True, "llama.logit_scale": 1.0,
-    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "default", "tokenizer.ggml.tokens": ["a", "b", "ab", "end"],
-    "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [1, 1, 1, 3], "tokenizer.ggml.eos_token_id": 3,
-    "tokenizer.ggml.bos_token_id": 3, "tokenizer.ggml.add_bos_token": True, "tokenizer.chat_template": "",
-}  # fmt: skip
+    "general.architecture": "llama",
+    "general.alignment": 32,
+    "llama.block_count": 1,
+    "llama.embedding_length": 16,
+    "llama.feed_forward_length": 24,
+    "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1,
+    "llama.attention.key_length": 8,
+    "llama.attention.value_length": 8,
+    "llama.context_length": 128,
+    "llama.rope.dimension_count": 8,
+    "llama.rope.freq_base": 10000.0,
+    "llama.rope.scaling.type": "none",
+    "llama.expert_count": 0,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.attention.causal": True,
+    "llama.logit_scale": 1.0,
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "default",
+    "tokenizer.ggml.tokens": ["a", "b", "ab", "end"],
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.token_type": [1, 1, 1, 3],
+    "tokenizer.ggml.eos_token_id": 3,
+    "tokenizer.ggml.bos_token_id": 3,
+    "tokenizer.ggml.add_bos_token": True,
+    "tokenizer.chat_template": "",
+}
 TENSORS: dict[str, tuple[int, ...]] = {
-    "token_embd.weight": (40, 16), "output_norm.weight": (16,), "output.weight": (40, 16), "blk.0.attn_norm.weight": (16,),
-    "blk.0.ffn_norm.weight": (16,), "blk.0.attn_q.weight": (16, 16), "blk.0.attn_k.weight": (8, 16), "blk.0.attn_v.weight": (8, 16),
-    "blk.0.attn_output.weight": (16, 16), "blk.0.ffn_gate.weight": (24, 16), "blk.0.ffn_up.weight": (24, 16),
+    "token_embd.weight": (40, 16),
+    "output_norm.weight": (16,),
+    "output.weight": (40, 16),
+    "blk.0.attn_norm.weight": (16,),
+    "blk.0.ffn_norm.weight": (16,),
+    "blk.0.attn_q.weight": (16, 16),
+    "blk.0.attn_k.weight": (8, 16),
+    "blk.0.attn_v.weight": (8, 16),
+    "blk.0.attn_output.weight": (16, 16),
+    "blk.0.ffn_gate.weight": (24, 16),
+    "blk.0.ffn_up.weight": (24, 16),
     "blk.0.ffn_down.weight": (16, 24),
-}  # fmt: skip
+}
 
 
 def gguf(facts: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> bytes:
@@ -160,9 +243,9 @@ def load_gguf(content: bytes, file: Path) -> None:
     """Shape, tokenizer, rotary tables and weights of a GGUF file; everything it holds is used or refused."""
     import torch
 
-    from executor.gguf_file import GgufFile
-    from executor.loading import ModelSource
-    from executor.tokenizer import load_tokenizer
+    from executor.model.gguf_file import GgufFile
+    from executor.model.loading import ModelSource
+    from executor.model.tokenizer import load_tokenizer
 
     file.write_bytes(content)
     spec = GgufFile(file).spec()
@@ -224,8 +307,8 @@ def test_a_folder_of_other_weights_than_its_config_says_is_refused(tmp_path: Pat
     torch = pytest.importorskip("torch")
     stored = pytest.importorskip("safetensors.torch")
     from executor.errors import ExecutorError
-    from executor.loading import find_model, load_model
-    from executor.weights import names_taken, random_names, random_tensor
+    from executor.model.loading import find_model, load_model
+    from executor.model.weights import names_taken, random_names, random_tensor
 
     shape = {"model_type": "llama", **SIZES, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -256,7 +339,7 @@ def _tensors(spec: ModelSpec) -> dict[str, Any]:
     """Name -> tensor of that shape, of a model of the Llama family."""
     import torch
 
-    from executor.weights import assemble, random_names
+    from executor.model.weights import assemble, random_names
 
     found = {}
 

@@ -25,9 +25,31 @@ pytestmark = needs_posix
 ALL = os.environ.get("LEAF_VALUES") == "all"
 GONE = object()
 VALUES: tuple[Any, ...] = (
-    GONE, None, True, "", "x", "²", "a\nb", "../..", -1, 0, 0.5, 1e308, 1e-308, -1e-9, 10**18, 10**400, math.nan, math.inf, [], {}, [[]], [1, "x"],
-    {"x": 1}, "9" * 5_000,
-)  # fmt: skip
+    GONE,
+    None,
+    True,
+    "",
+    "x",
+    "²",
+    "a\nb",
+    "../..",
+    -1,
+    0,
+    0.5,
+    1e308,
+    1e-308,
+    -1e-9,
+    10**18,
+    10**400,
+    math.nan,
+    math.inf,
+    [],
+    {},
+    [[]],
+    [1, "x"],
+    {"x": 1},
+    "9" * 5_000,
+)
 
 
 def bent(document: Any, first: int = 0) -> Iterator[tuple[str, Any]]:
@@ -90,11 +112,32 @@ def as_json(content: Any) -> str:
 
 TRACE = "arrival_s,prompt_tokens,output_tokens\n0,40,3\n1,9,3\n"
 BENCH = {
-    "request_rate": "inf", "input_lens": [100, 50], "output_lens": [3, 1], "ttfts": [0.5, 0.25], "itls": [[0.1, 0.3], []],
+    "request_rate": "inf",
+    "input_lens": [100, 50],
+    "output_lens": [3, 1],
+    "ttfts": [0.5, 0.25],
+    "itls": [[0.1, 0.3], []],
     "errors": ["", ""],
-}  # fmt: skip
-ROPE = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}}  # fmt: skip
-PRICE = {"gpu": "h100", "amount": 3.6, "currency": "EUR", "per": "GPU-hour", "provider": "S", "date": "2026-01-31", "source": "a"}
+}
+ROPE = {
+    "rope_theta": 1e4,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+PRICE = {
+    "gpu": "h100",
+    "amount": 3.6,
+    "currency": "EUR",
+    "per": "GPU-hour",
+    "provider": "S",
+    "date": "2026-01-31",
+    "source": "a",
+}
 
 
 def _named(file: str, name: str) -> dict[str, Any]:
@@ -107,15 +150,27 @@ def _fit() -> dict[str, Any]:
 
 def _iterations(stages: int = 1) -> dict[str, Any]:
     """A cost model of whole iterations, or that of a pipeline whose stages lie beside it."""
-    from profiler.iteration_file import write_fit
-    from profiler.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit
-    from profiler.staged_model import StagedFit, write_staged
+    from profiler.iterations.iteration_file import write_fit
+    from profiler.iterations.iteration_model import AMOUNTS, ROW_TERMS, Bounds, IterationFit
+    from profiler.iterations.staged_model import StagedFit, write_staged
 
     bounds = Bounds(64, 8, 1, 64, 0, 8, 128, 1024)
     one = IterationFit(
-        "a cpu", "nano", "float32", "native", (1.0,) * len(ROW_TERMS), (1.0,) * len(AMOUNTS), (1.0,) * 4, (1.0, 1.0), bounds,
-        resampled=((1.0,) * (len(ROW_TERMS) + len(AMOUNTS)),) * 2, drift=0.01, phases=5.0, errors={"shapes": 70.0}, noise={"median": 0.1},
-    )  # fmt: skip
+        "a cpu",
+        "nano",
+        "float32",
+        "native",
+        (1.0,) * len(ROW_TERMS),
+        (1.0,) * len(AMOUNTS),
+        (1.0,) * 4,
+        (1.0, 1.0),
+        bounds,
+        resampled=((1.0,) * (len(ROW_TERMS) + len(AMOUNTS)),) * 2,
+        drift=0.01,
+        phases=5.0,
+        errors={"shapes": 70.0},
+        noise={"median": 0.1},
+    )
     file = Path("made.json")
     if stages == 1:
         write_fit(one, file)
@@ -134,38 +189,106 @@ REPLAY = ("simulator", "replay", "t.csv")
 CAPACITY = ("experiments", "capacity", "t.csv", "--smallest", "--slo", "ttft_p99=9", "--workers", 0, "--gpus", "h100")
 DOORS: dict[str, Door] = {
     "gpu": (lambda: _named("profiler/data/hardware.toml", "h100"), "gpu.toml", toml, lambda f: (*REPLAY, "--gpu", f)),
-    "model": (lambda: _named("profiler/data/models.toml", "nano"), "model.toml", toml, lambda f: (*REPLAY, "--model", f)),
-    "Hugging Face config": (lambda: {**SHAPE, **ROPE}, "m/config.json", as_json, lambda f: (*REPLAY, "--model", f.parent)),
+    "model": (
+        lambda: _named("profiler/data/models.toml", "nano"),
+        "model.toml",
+        toml,
+        lambda f: (*REPLAY, "--model", f),
+    ),
+    "Hugging Face config": (
+        lambda: {**SHAPE, **ROPE},
+        "m/config.json",
+        as_json,
+        lambda f: (*REPLAY, "--model", f.parent),
+    ),
     "fitted costs": (_fit, "a6000.json", as_json, lambda f: (*REPLAY, "--model", "llama-13b", "--cost-model", f)),
-    "fitted iterations": (_iterations, "i.json", as_json, lambda f: (*REPLAY, "--model", "nano", "--cost-model", f, "--num-blocks", 99)),
+    "fitted iterations": (
+        _iterations,
+        "i.json",
+        as_json,
+        lambda f: (*REPLAY, "--model", "nano", "--cost-model", f, "--num-blocks", 99),
+    ),
     "fitted stages": (
-        lambda: _iterations(2), "made.json", as_json,
+        lambda: _iterations(2),
+        "made.json",
+        as_json,
         lambda f: (*REPLAY, "--model", "nano", "--cost-model", f, "--pp", 2, "--num-blocks", 99),
     ),
-    "costs of packing": (_packing, "pack.json", as_json, lambda f: (*REPLAY, "--kv-compression", "kivi4", "--kv-compression-cost", f)),
+    "costs of packing": (
+        _packing,
+        "pack.json",
+        as_json,
+        lambda f: (*REPLAY, "--kv-compression", "kivi4", "--kv-compression-cost", f),
+    ),
     "settings of a replay": (
         lambda: {
-            "policy": "chunked", "token_budget": 640, "model": "nano", "gpu": "h100", "knobs": {"chunk_size": 64}, "pp": 2,
-            "layer_split": [2, 2], "slo": "ttft_p99=2", "warmup": "1s", "failures": ["0@1"], "replicas": 2,
+            "policy": "chunked",
+            "token_budget": 640,
+            "model": "nano",
+            "gpu": "h100",
+            "knobs": {"chunk_size": 64},
+            "pp": 2,
+            "layer_split": [2, 2],
+            "slo": "ttft_p99=2",
+            "warmup": "1s",
+            "failures": ["0@1"],
+            "replicas": 2,
         },
-        "run.toml", toml, lambda f: (*REPLAY, "--config", f),
+        "run.toml",
+        toml,
+        lambda f: (*REPLAY, "--config", f),
     ),
     "sweep": (
         lambda: {
-            "trace": {"file": "t.csv", "seed": 2}, "base": {"model": "nano", "knobs": {"chunk_size": 64}},
+            "trace": {"file": "t.csv", "seed": 2},
+            "base": {"model": "nano", "knobs": {"chunk_size": 64}},
             "space": {"policy": ["chunked"], "chunk_size": [64, 128], "hardware.memory_bandwidth": [1e12, 2e12]},
         },
-        "sweep.toml", toml, lambda f: ("experiments", "sweep", f, "--workers", 0, "--out", f.parent / "sweep"),
+        "sweep.toml",
+        toml,
+        lambda f: ("experiments", "sweep", f, "--workers", 0, "--out", f.parent / "sweep"),
     ),
     "price book": (lambda: {"price": [PRICE]}, "book.toml", toml, lambda f: (*CAPACITY, "--price-book", f)),
     "benchmark": (
-        lambda: BENCH, "bench.json", as_json,
-        lambda f: ("experiments", "validate", "--against", f, "--model", "nano", "--gpu", "h100", "--cost-model", "roofline", "--num-blocks", 100, "--out", f.parent / "v"),
+        lambda: BENCH,
+        "bench.json",
+        as_json,
+        lambda f: (
+            "experiments",
+            "validate",
+            "--against",
+            f,
+            "--model",
+            "nano",
+            "--gpu",
+            "h100",
+            "--cost-model",
+            "roofline",
+            "--num-blocks",
+            100,
+            "--out",
+            f.parent / "v",
+        ),
     ),
-    "a run's config": (lambda: json.loads(Path("run/config.json").read_text()), "run/config.json", as_json, lambda f: ("metrics", "bubbles", "run")),
-    "a run's config, again": (lambda: json.loads(Path("run/config.json").read_text()), "run/config.json", as_json, lambda f: ("metrics", "show", "run", "--warmup", "1")),
-    "a run's summary": (lambda: json.loads(Path("run/summary.json").read_text()), "run/summary.json", as_json, lambda f: ("metrics", "diff", "run", "good")),
-}  # fmt: skip
+    "a run's config": (
+        lambda: json.loads(Path("run/config.json").read_text()),
+        "run/config.json",
+        as_json,
+        lambda f: ("metrics", "bubbles", "run"),
+    ),
+    "a run's config, again": (
+        lambda: json.loads(Path("run/config.json").read_text()),
+        "run/config.json",
+        as_json,
+        lambda f: ("metrics", "show", "run", "--warmup", "1"),
+    ),
+    "a run's summary": (
+        lambda: json.loads(Path("run/summary.json").read_text()),
+        "run/summary.json",
+        as_json,
+        lambda f: ("metrics", "diff", "run", "good"),
+    ),
+}
 
 
 @pytest.fixture
@@ -184,7 +307,12 @@ def test_every_value_of_a_file_may_be_anything(name: str, place: Path) -> None:
 
     made, file_name, text_of, words = DOORS[name]
     for folder in ("run", "good"):
-        write_run(place / folder, three_requests(), {"policy": "chunked", "replay": {"slo": "ttft_p99=2"}, "num_blocks": 9}, summarise(three_requests()))
+        write_run(
+            place / folder,
+            three_requests(),
+            {"policy": "chunked", "replay": {"slo": "ttft_p99=2"}, "num_blocks": 9},
+            summarise(three_requests()),
+        )
     good = made()
     file = place / file_name
     file.parent.mkdir(exist_ok=True)

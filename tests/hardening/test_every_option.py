@@ -21,9 +21,35 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL = os.environ.get("OPTION_VALUES") == "all"
 
 VALUES = (
-    "", " ", "-1", "0", "nan", "inf", "1e400", "-0.5", "1" + "0" * 18, "9" * 5_000, "²", "١", "1:2:3", "=", ",,", ":", "a" * 100_000,
-    "é\udcff", "../..", "/dev/null", "/dev/zero", "[1]", "{}", "x\ny", "%s%n", "\x1b[31m", "none", "true",
-)  # fmt: skip
+    "",
+    " ",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "1e400",
+    "-0.5",
+    "1" + "0" * 18,
+    "9" * 5_000,
+    "²",
+    "١",
+    "1:2:3",
+    "=",
+    ",,",
+    ":",
+    "a" * 100_000,
+    "é\udcff",
+    "../..",
+    "/dev/null",
+    "/dev/zero",
+    "[1]",
+    "{}",
+    "x\ny",
+    "%s%n",
+    "\x1b[31m",
+    "none",
+    "true",
+)
 TELLTALES = ("9" * 5_000, "nan", "²", "1" + "0" * 18, "", "é\udcff", "-1", ":")
 SECONDS = 20
 
@@ -49,12 +75,28 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("profiler", "report"): ("h100",),
     ("experiments", "list"): (),
     ("experiments", "capacity"): (
-        "--prompt", "fixed:50", "--output", "fixed:5", "--requests", "100", "--draws", "2", "--tolerance", "0.9", "--workers", "0",
-        "--slo", "ttft_p90=0.2,tbt_p99=0.05", "--gpus", "a100", "--set", "cost_model=roofline",
+        "--prompt",
+        "fixed:50",
+        "--output",
+        "fixed:5",
+        "--requests",
+        "100",
+        "--draws",
+        "2",
+        "--tolerance",
+        "0.9",
+        "--workers",
+        "0",
+        "--slo",
+        "ttft_p90=0.2,tbt_p99=0.05",
+        "--gpus",
+        "a100",
+        "--set",
+        "cost_model=roofline",
     ),
     ("executor", "replay"): ("t.csv", "--model", "nano", "--as-fast-as-possible"),
     ("executor", "bench"): ("--model", "nano", "--chunk", "8", "--decodes", "2", "--context", "8", "--repeats", "1"),
-}  # fmt: skip
+}
 
 
 FORMS: dict[str, tuple[str, ...]] = {
@@ -105,13 +147,19 @@ def options_of(package: str, command: str) -> list[Any]:
 
 
 USUAL = (
-    ("workloads", "describe"), ("workloads", "generate"), ("simulator", "replay"), ("metrics", "timeline"), ("profiler", "capacity"),
+    ("workloads", "describe"),
+    ("workloads", "generate"),
+    ("simulator", "replay"),
+    ("metrics", "timeline"),
+    ("profiler", "capacity"),
     ("profiler", "predict"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("package", "command"), QUICK if ALL else USUAL)
-def test_every_option_may_be_given_anything(package: str, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_may_be_given_anything(
+    package: str, command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if package == "executor":
         pytest.importorskip("torch")
     monkeypatch.chdir(folder)

@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from policies.input_file import checked_file, read_json, read_text, read_toml
+from policies.edges.input_file import checked_file, read_json, read_text, read_toml
 from tests.hardening.command_line import assert_sound, needs_posix, run
 from tests.hardening.monsters import beside, monsters
 
 pytestmark = needs_posix
 TRACE = Path("examples/trace.csv")
 SHAPE = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 4096,
+}
 REPLAY = ("simulator", "replay", TRACE, "--limit", 3)
 
 
@@ -41,8 +47,13 @@ def _run_door(name: str) -> tuple[str, Callable[..., tuple[object, ...]]]:
 
 def _import_door(kind: str, folder: str, name: str) -> tuple[str, Callable[..., tuple[object, ...]]]:
     return Path(name).suffix, lambda m, at, good: (
-        "profiler", "import", kind, beside(at / folder, name, m), "--out", at / "o.csv",
-    )  # fmt: skip
+        "profiler",
+        "import",
+        kind,
+        beside(at / folder, name, m),
+        "--out",
+        at / "o.csv",
+    )
 
 
 DOORS: dict[str, tuple[str, Callable[..., tuple[object, ...]]]] = {
@@ -54,7 +65,8 @@ DOORS: dict[str, tuple[str, Callable[..., tuple[object, ...]]]] = {
     "model folder": (".json", lambda m, at, good: (*REPLAY, "--model", beside(at, "config.json", m))),
     "cost model": (".json", lambda m, at, good: (*REPLAY, "--cost-model", m)),
     "cost model's arrays": (
-        ".npz", lambda m, at, good: (*REPLAY, "--cost-model", beside(at, "h100.npz", m, good / "fit") / "h100.json")
+        ".npz",
+        lambda m, at, good: (*REPLAY, "--cost-model", beside(at, "h100.npz", m, good / "fit") / "h100.json"),
     ),
     "policy file": (".py", lambda m, at, good: (*REPLAY, "--policy", f"{m}:Mine")),
     "sweep": (".toml", lambda m, at, good: ("experiments", "sweep", m, "--out", at / "sweep", "--workers", 0)),
@@ -68,7 +80,8 @@ DOORS: dict[str, tuple[str, Callable[..., tuple[object, ...]]]] = {
         lambda m, at, good: ("profiler", "published", "--data", beside(at, "sarathi_table2_step_times.csv", m)),
     ),
     "kernel tables": (
-        ".parquet", lambda m, at, good: ("profiler", "rates", "--kernels", beside(at, "h100_sxm/gemm_perf.parquet", m))
+        ".parquet",
+        lambda m, at, good: ("profiler", "rates", "--kernels", beside(at, "h100_sxm/gemm_perf.parquet", m)),
     ),
     "splitwise": _import_door("splitwise", "", "../perf_model.csv"),
     "distserve": _import_door("distserve", "", "../fits.csv"),
@@ -78,18 +91,49 @@ DOORS: dict[str, tuple[str, Callable[..., tuple[object, ...]]]] = {
     "llmservingsim meta": _import_door("llmservingsim", "h100/llama-3.1-8b", "meta.yaml"),
     "llmservingsim v0": _import_door("llmservingsim-v0", "h100/x/llama-3.1-8b", "tp1/layers.csv"),
     "aiconfigurator": _import_door("aiconfigurator", "h100_sxm", "gemm_perf.parquet"),
-    **{f"run's {name}": _run_door(name) for name in ("config.json", "summary.json", "requests.parquet", "tokens.parquet")},
+    **{
+        f"run's {name}": _run_door(name)
+        for name in ("config.json", "summary.json", "requests.parquet", "tokens.parquet")
+    },
     "no run": ("", lambda m, at, good: ("metrics", "show", m)),
-    "report": (".json", lambda m, at, good: ("metrics", "report", beside(at, "config.json", m, good / "run"), "--out", at / "r.html")),
+    "report": (
+        ".json",
+        lambda m, at, good: ("metrics", "report", beside(at, "config.json", m, good / "run"), "--out", at / "r.html"),
+    ),
     "lengths": (".csv", lambda m, at, good: ("workloads", "generate", at / "g.csv", "--lengths", m, "--requests", 3)),
-    "drawn lengths": (".csv", lambda m, at, good: ("workloads", "generate", at / "g.csv", "--prompt", f"empirical:{m}", "--requests", 3)),
-    "arrivals": (".csv", lambda m, at, good: ("workloads", "generate", at / "g.csv", "--arrivals", f"trace:{m}", "--requests", 3)),
-    "servegen": (".csv", lambda m, at, good: ("workloads", "describe", beside(at, "chunk-0-trace.csv", m), "--trace-format", "servegen")),
-    "vllm steps": (".jsonl", lambda m, at, good: ("experiments", "parity", m, m, "--token-budget", 512, "--num-blocks", 99, "--block-size", 16, "--max-num-seqs", 8)),
+    "drawn lengths": (
+        ".csv",
+        lambda m, at, good: ("workloads", "generate", at / "g.csv", "--prompt", f"empirical:{m}", "--requests", 3),
+    ),
+    "arrivals": (
+        ".csv",
+        lambda m, at, good: ("workloads", "generate", at / "g.csv", "--arrivals", f"trace:{m}", "--requests", 3),
+    ),
+    "servegen": (
+        ".csv",
+        lambda m, at, good: ("workloads", "describe", beside(at, "chunk-0-trace.csv", m), "--trace-format", "servegen"),
+    ),
+    "vllm steps": (
+        ".jsonl",
+        lambda m, at, good: (
+            "experiments",
+            "parity",
+            m,
+            m,
+            "--token-budget",
+            512,
+            "--num-blocks",
+            99,
+            "--block-size",
+            16,
+            "--max-num-seqs",
+            8,
+        ),
+    ),
     "benchmark": (".json", lambda m, at, good: ("experiments", "validate", "--against", m, "--out", at / "v")),
     "request log": (".jsonl", lambda m, at, good: ("experiments", "validate", "--against", m, "--out", at / "v")),
     "vllm run": (".json", lambda m, at, good: ("experiments", "fidelity", "--run", beside(at, "meta.json", m))),
-}  # fmt: skip
+}
 
 
 def _meet(door: tuple[str, Callable[..., tuple[object, ...]]], tmp_path: Path, good: Path) -> None:
@@ -108,17 +152,19 @@ def test_every_file_that_a_command_takes_may_be_a_monster(door: str, tmp_path: P
 
 def _executor_readers(at: Path, good: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """What the executor reads, called without the model around it, which takes seconds to make."""
-    from executor.commands import _config_file
-    from executor.loading import ModelSource, find_model
-    from executor.prompts import file_prompts
-    from executor.tokenizer import load_tokenizer
+    from executor.commands.commands import _config_file
+    from executor.model.loading import ModelSource, find_model
+    from executor.model.tokenizer import load_tokenizer
+    from executor.serving.prompts import file_prompts
     from workloads import read_trace
 
     torch = pytest.importorskip("torch")
     trace = read_trace(TRACE).head(1)
 
     def weights(name: str) -> Callable[[Path], object]:
-        return lambda m: find_model(str(beside(at, name, m, good / "model"))).weights(0, torch.float32, torch.device("cpu"))
+        return lambda m: find_model(str(beside(at, name, m, good / "model"))).weights(
+            0, torch.float32, torch.device("cpu")
+        )
 
     return {
         "config": (".toml", _config_file),
@@ -128,7 +174,7 @@ def _executor_readers(at: Path, good: Path) -> dict[str, tuple[str, Callable[[Pa
         "index of shards": (".json", weights("model.safetensors.index.json")),
         "tokenizer": (".json", lambda m: load_tokenizer(ModelSource("folder", None, beside(at, "tokenizer.json", m)))),
         "prompts": (".txt", lambda m: file_prompts(m, trace, None)),
-    }  # fmt: skip
+    }
 
 
 def test_every_file_that_the_executor_reads_may_be_a_monster(tmp_path: Path, good: Path) -> None:
@@ -153,7 +199,7 @@ def test_every_file_that_the_executor_reads_may_be_a_monster(tmp_path: Path, goo
 def test_shards_outside_the_model_folder_are_not_opened(tmp_path: Path, good: Path) -> None:
     pytest.importorskip("torch")
     from executor.errors import ExecutorError
-    from executor.weights import tensor_homes
+    from executor.model.weights import tensor_homes
 
     for escape in ("../other/model.safetensors", "/etc/passwd", "..", "a/b.safetensors", ""):
         index = json.dumps({"weight_map": {"model.embed_tokens.weight": escape}})

@@ -16,7 +16,17 @@ from tests.hardening.command_line import assert_refused, assert_sound, needs_pos
 
 TRACE = "arrival_s,prompt_tokens,output_tokens\n0,9,3\n1,9,3\n"
 WRONG = (True, -1, 10**30, 1e300, -0.5, "x", "a\0b", [1, "x"], {"x": 1}, [[[]]])
-SETTINGS = ("trace_format", "arrivals", "on_bad_row", "on_unsorted", "sessions", "spread_ties", "timeout", "window", "trace")
+SETTINGS = (
+    "trace_format",
+    "arrivals",
+    "on_bad_row",
+    "on_unsorted",
+    "sessions",
+    "spread_ties",
+    "timeout",
+    "window",
+    "trace",
+)
 
 
 def _fields() -> list[str]:
@@ -78,9 +88,29 @@ def test_a_number_without_sense_is_refused_where_it_is_given(arguments: tuple[st
 
 @pytest.mark.parametrize(
     "cells",
-    ["0,1000000000000,1", "0,1,1000000000000", "1e18,1,1", "-1,1,1", "nan,1,1", "inf,1,1", "0,nan,1", "0,inf,1", "0,-1,1",
-     "0,0,1", "0,1,0", "0,1.5,1", "0,1,1e400", "0,0x10,1", "0,１２x,1", "0,1_000_0x,1", ",1,1", "0,,1", "true,1,1", "0,1"],
-)  # fmt: skip
+    [
+        "0,1000000000000,1",
+        "0,1,1000000000000",
+        "1e18,1,1",
+        "-1,1,1",
+        "nan,1,1",
+        "inf,1,1",
+        "0,nan,1",
+        "0,inf,1",
+        "0,-1,1",
+        "0,0,1",
+        "0,1,0",
+        "0,1.5,1",
+        "0,1,1e400",
+        "0,0x10,1",
+        "0,１２x,1",
+        "0,1_000_0x,1",
+        ",1,1",
+        "0,,1",
+        "true,1,1",
+        "0,1",
+    ],
+)
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
 def test_a_row_without_sense_is_named_with_its_row(cells: str, form: str, tmp_path: Path) -> None:
     names = ("arrival_s", "prompt_tokens", "output_tokens")
@@ -88,7 +118,9 @@ def test_a_row_without_sense_is_named_with_its_row(cells: str, form: str, tmp_pa
     if form == "csv":
         file.write_text(",".join(names) + "\n0,5,5\n" + cells + "\n")
     else:
-        row = [f'"{name}": {cell if _is_number(cell) else json.dumps(cell)}' for name, cell in zip(names, cells.split(","))]
+        row = [
+            f'"{name}": {cell if _is_number(cell) else json.dumps(cell)}' for name, cell in zip(names, cells.split(","))
+        ]
         file.write_text('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5}\n{' + ", ".join(row) + "}\n")
     line = assert_refused(run("simulator", "replay", file))
     assert "row 2" in line or "line 2" in line or "line 3" in line
@@ -114,7 +146,7 @@ def test_a_gigabyte_without_a_line_end_is_refused_in_little_memory(tmp_path: Pat
     bomb = tmp_path / "bomb.csv.gz"
     bomb.write_bytes(gzip.compress(b"1" * (1 << 24)) * 70)  # unpacks to more than a gigabyte
     code = (
-        "import resource, sys; import workloads.__main__ as w; import workloads.reader;"
+        "import resource, sys; import workloads.__main__ as w; import workloads.reading.reader;"
         "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv.pop(1)),) * 2); w.main()"
     )
     for file, most in ((huge, 1 << 30), (line, 1 << 30), (bomb, 4 << 30)):
@@ -124,16 +156,18 @@ def test_a_gigabyte_without_a_line_end_is_refused_in_little_memory(tmp_path: Pat
         assert done.stderr.startswith(f"error: {file}"), done.stderr[-300:]
 
 
-def test_a_small_parquet_file_that_stands_for_far_more_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_parquet_file_that_stands_for_far_more_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One text, ten thousand times by its number in a dictionary: 30 kB on disk, 160 MB as texts, here above the limit."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    import profiler.parquet
-    import workloads.parquet
+    import profiler.measurements.bounded_parquet
+    import workloads.reading.parquet
     from profiler.errors import ProfileError
-    from profiler.parquet import read_parquet
+    from profiler.measurements.bounded_parquet import read_parquet
     from workloads import TraceError, read_trace
 
     monkeypatch.setattr(profiler.parquet, "MAX_BYTES", 1 << 26)
@@ -149,8 +183,11 @@ def test_a_small_parquet_file_that_stands_for_far_more_is_refused(tmp_path: Path
         read_parquet(tmp_path / "bomb.parquet")
 
 
-def test_more_rows_than_memory_has_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from workloads import TraceError, generate, parquet, read_trace, source, write_trace
+def test_more_rows_than_memory_has_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workloads import TraceError, generate, read_trace, source, write_trace
+    from workloads.reading import parquet
 
     trace = generate(requests=60, seed=1)
     for module in (source, parquet):
@@ -160,7 +197,9 @@ def test_more_rows_than_memory_has_are_refused_before_they_are_read(tmp_path: Pa
             read_trace(write_trace(trace, tmp_path / name))
 
 
-@pytest.mark.parametrize(("fact", "said"), [("memory_bandwidth = 1e-308", "beyond 2^63"), ("memory_bytes = 1e308", "memory_bytes")])
+@pytest.mark.parametrize(
+    ("fact", "said"), [("memory_bandwidth = 1e-308", "beyond 2^63"), ("memory_bytes = 1e308", "memory_bytes")]
+)
 def test_a_gpu_that_no_table_could_hold_is_one_line(fact: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "gpu.toml").write_text(f'base = "h100"\n{fact}\n')
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,40,3\n")

@@ -11,9 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = (
-    "profiler/data/models.toml", "profiler/data/hardware.toml", "profiler/data/fitted/h100.json",
-    "profiler/data/fitted/h100.npz", "policies/py.typed",
-)  # fmt: skip
+    "profiler/data/models.toml",
+    "profiler/data/hardware.toml",
+    "profiler/data/fitted/h100.json",
+    "profiler/data/fitted/h100.npz",
+    "policies/py.typed",
+)
 
 
 def call(*words: object, cwd: Path, **more: object) -> subprocess.CompletedProcess[str]:
@@ -34,7 +37,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
-    call(sys.executable, "-c", "import setuptools.build_meta as b; b.build_sdist('sdist'); b.build_wheel('dist')", cwd=_made(folder))
+    call(
+        sys.executable,
+        "-c",
+        "import setuptools.build_meta as b; b.build_sdist('sdist'); b.build_wheel('dist')",
+        cwd=_made(folder),
+    )
     return next((folder / "source" / "dist").glob("*.whl"))
 
 
@@ -82,7 +90,9 @@ def test_an_installed_package_replays_from_anywhere_and_goes_away_whole(wheel: P
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,9,9\n1,9,9\n")
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    where = call(python, "-c", "import simulator; print(simulator.__file__)", cwd=tmp_path / "elsewhere", env=env).stdout
+    where = call(
+        python, "-c", "import simulator; print(simulator.__file__)", cwd=tmp_path / "elsewhere", env=env
+    ).stdout
     assert str(site) in where
     call(python, "-m", "simulator", "replay", "t.csv", "--out", "run", cwd=tmp_path / "elsewhere", env=env)
     assert (tmp_path / "elsewhere" / "run" / "summary.json").exists()

@@ -25,11 +25,30 @@ LAYOUTS = {"alone": (), "tp": ("--tp", "2"), "pp": ("--pp", "2")}
 
 
 def start(out: Path, *more: str) -> subprocess.Popen[str]:
-    words = ["executor", "replay", "examples/trace.csv", "--model", "nano", "--limit", "40", "--threads", "1", "--out", str(out), *more]
+    words = [
+        "executor",
+        "replay",
+        "examples/trace.csv",
+        "--model",
+        "nano",
+        "--limit",
+        "40",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+        *more,
+    ]
     return subprocess.Popen(
-        [sys.executable, "-m", *words], text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", *words],
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
 
 
 def members(session: int) -> set[int]:
@@ -55,7 +74,9 @@ def wait_for_cpu(process: subprocess.Popen[str], seconds: float) -> None:
     """Until the process has computed so long, however busy the machine is."""
     tick = os.sysconf("SC_CLK_TCK")
     while process.poll() is None:
-        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
         if sum(map(int, fields[11:13])) / tick >= seconds:
             return
         time.sleep(0.005)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import Recorder, summarise, summarise_classes
-from metrics.columns import TABLES
-from metrics.summary_keys import LATENCIES
-from metrics.tables import RunTables
+from metrics.measures.summary_keys import LATENCIES
+from metrics.run_folder.columns import TABLES
+from metrics.run_folder.tables import RunTables
 from policies import PolicyError, Request, knobs_of, make_policy, make_scheduler, policy_class, policy_names
 from simulator import ReplayConfig, replay
-from simulator.pools import make_cluster_plan
+from simulator.cluster.pools import make_cluster_plan
 from simulator.routers import router_names
 from simulator.simulation import simulate
 from tests.hardening.command_line import assert_refused, run
@@ -71,13 +71,24 @@ class Setting:
         knobs |= {name: value * scale for name, value in self.variant.times.items()}
         knobs |= {name: value / scale for name, value in self.variant.rates.items()}
         options: dict[str, Any] = {
-            "policy": self.variant.policy, "knobs": knobs, "pp": self.pp, "replicas": self.replicas,
-            "router": self.router, "num_blocks": self.pool, "max_model_len": LONGEST,
-        } | more  # fmt: skip
+            "policy": self.variant.policy,
+            "knobs": knobs,
+            "pp": self.pp,
+            "replicas": self.replicas,
+            "router": self.router,
+            "num_blocks": self.pool,
+            "max_model_len": LONGEST,
+        } | more
         cost = ConstantCost(
-            2 * MS * scale, 100_000 * scale, 50_000 * scale, 20_000 * scale, 10 * scale, 30_000 * scale, stages=self.pp,
+            2 * MS * scale,
+            100_000 * scale,
+            50_000 * scale,
+            20_000 * scale,
+            10 * scale,
+            30_000 * scale,
+            stages=self.pp,
             tile=16,
-        )  # fmt: skip
+        )
         recorder = Recorder()
         simulate(trace, make_cluster_plan(ReplayConfig(**options), trace, cost), recorder)
         return by_replica(recorder.tables())
@@ -95,9 +106,13 @@ def settings_of(
     variants: list[Variant] = VARIANTS, routers: list[str] | None = None, pools: tuple[int, ...] = (20, 27, 60)
 ) -> st.SearchStrategy[Setting]:
     return st.builds(
-        Setting, st.sampled_from(variants), st.sampled_from([1, 1, 3]), st.sampled_from([1, 1, 3]),
-        st.sampled_from(routers or router_names()), st.sampled_from(pools),
-    )  # fmt: skip
+        Setting,
+        st.sampled_from(variants),
+        st.sampled_from([1, 1, 3]),
+        st.sampled_from([1, 1, 3]),
+        st.sampled_from(routers or router_names()),
+        st.sampled_from(pools),
+    )
 
 
 @st.composite
@@ -105,7 +120,9 @@ def traces(draw: st.DrawFn, most: int = 14) -> Trace:
     """A few requests whole milliseconds apart, some at once."""
     prompts, outputs = st.integers(1, 200) | st.integers(60, 200), st.integers(1, 40) | st.integers(25, 40)
     row = st.tuples(st.integers(0, 40) | st.just(0), prompts, outputs, st.integers(0, 20))
-    gaps, prompts, outputs, slack = np.array(draw(st.lists(row, min_size=1, max_size=most) | st.lists(row, min_size=6, max_size=most))).T
+    gaps, prompts, outputs, slack = np.array(
+        draw(st.lists(row, min_size=1, max_size=most) | st.lists(row, min_size=6, max_size=most))
+    ).T
     return Trace("drawn", np.cumsum(gaps) * MS, prompts, outputs, outputs + slack)
 
 
@@ -116,17 +133,27 @@ def few(examples: int) -> Any:
 
 
 TIMES = {
-    "iterations": ("planned_s", "start_s", "end_s", "device_s"), "stages": ("start_s", "end_s"), "tokens": ("time_s",),
+    "iterations": ("planned_s", "start_s", "end_s", "device_s"),
+    "stages": ("start_s", "end_s"),
+    "tokens": ("time_s",),
     "requests": ("arrival_s", "finished_s"),
-}  # fmt: skip
+}
 COUNTS = {
     "iterations": (
-        "replica", "chunk_tokens", "num_chunks", "decodes", "decode_context_total", "dummy_tokens", "preempted",
-        "running", "waiting", "free_blocks",
+        "replica",
+        "chunk_tokens",
+        "num_chunks",
+        "decodes",
+        "decode_context_total",
+        "dummy_tokens",
+        "preempted",
+        "running",
+        "waiting",
+        "free_blocks",
     ),
     "requests": ("status", "output_tokens", "preemptions"),
     "segments": ("replica", "cohort", "from_step", "to_step"),
-}  # fmt: skip
+}
 
 
 def same_run(one: RunTables, other: RunTables, *, times: int = 1, later_ns: int = 0, but: tuple[str, ...] = ()) -> None:
@@ -143,7 +170,9 @@ def same_run(one: RunTables, other: RunTables, *, times: int = 1, later_ns: int 
 
 @few(40)
 @given(setting=settings_of(), trace=traces())
-def test_twice_the_costs_and_twice_the_gaps_are_the_same_batches_in_twice_the_time(setting: Setting, trace: Trace) -> None:
+def test_twice_the_costs_and_twice_the_gaps_are_the_same_batches_in_twice_the_time(
+    setting: Setting, trace: Trace
+) -> None:
     same_run(setting.run(trace), setting.run(replace(trace, arrival_ns=trace.arrival_ns * 2), 2), times=2)
 
 
@@ -266,7 +295,10 @@ def test_more_memory_than_everybody_needs_changes_nothing(setting: Setting, trac
 @given(setting=settings_of(pools=(400,)), trace=traces(), named=st.booleans())
 def test_a_prefix_cache_without_a_shared_prefix_is_none(setting: Setting, trace: Trace, named: bool) -> None:
     if named:
-        hashes = [tuple(range(1000 * row, 1000 * row + tokens // 16)) for row, tokens in enumerate(trace.prompt_tokens.tolist())]
+        hashes = [
+            tuple(range(1000 * row, 1000 * row + tokens // 16))
+            for row, tokens in enumerate(trace.prompt_tokens.tolist())
+        ]
         trace = replace(trace, prefix_hashes=hashes, hash_tokens=16)
     cached = setting.run(trace, prefix_caching=True)
     assert not cached.column("requests", "cached_tokens").any()
@@ -275,7 +307,9 @@ def test_a_prefix_cache_without_a_shared_prefix_is_none(setting: Setting, trace:
 
 @few(20)
 @given(setting=settings_of(), trace=traces())
-def test_limits_that_nobody_reaches_and_patience_that_does_not_end_change_nothing(setting: Setting, trace: Trace) -> None:
+def test_limits_that_nobody_reaches_and_patience_that_does_not_end_change_nothing(
+    setting: Setting, trace: Trace
+) -> None:
     loose = {"max_num_seqs": 10_000, "preemption": "recompute", "ladder": "preempt"}
     same_run(setting.run(trace, max_num_seqs=5000), setting.run(trace.with_timeout(1e6), **loose))
 
@@ -319,12 +353,16 @@ def _same_floats(one: Any, other: Any) -> bool:
 def test_other_names_for_the_requests_change_nothing(policy: str) -> None:
     """Where a policy breaks ties by id the new names keep the order; elsewhere they are shuffled."""
     rng = np.random.default_rng(11)
-    rows = [(int(at), int(rng.integers(1, 60)), int(rng.integers(1, 30))) for at in np.cumsum(rng.integers(1, 4000, 14))]
+    rows = [
+        (int(at), int(rng.integers(1, 60)), int(rng.integers(1, 30))) for at in np.cumsum(rng.integers(1, 4000, 14))
+    ]
     by_id = policy in ("slo_aware", "shortest_prompt_first")
     names = [7 * row + 3 for row in range(14)] if by_id else [int(name) for name in rng.permutation(14) + 100]
 
     def log_of(ids: list[int]) -> Any:
-        scheduler = make_scheduler(make_policy(policy), num_blocks=40, block_size=4, max_model_len=100, tile=8, watermark=0.0)
+        scheduler = make_scheduler(
+            make_policy(policy), num_blocks=40, block_size=4, max_model_len=100, tile=8, watermark=0.0
+        )
         requests = [(Request(name, at, prompt, output), output) for name, (at, prompt, output) in zip(ids, rows)]
         return drive(scheduler, requests)
 
@@ -362,7 +400,12 @@ def test_an_hour_of_load_keeps_its_memory(tmp_path: Any) -> None:
     grown = []
     for requests in (250, 1000):
         rng = np.random.default_rng(2)
-        trace = trace_of([(float(row) * 3600 / requests, int(rng.integers(1, 900)), int(rng.integers(1, 120))) for row in range(requests)])
+        trace = trace_of(
+            [
+                (float(row) * 3600 / requests, int(rng.integers(1, 900)), int(rng.integers(1, 120)))
+                for row in range(requests)
+            ]
+        )
         tracemalloc.start()
         done = replay(trace, cost=ConstantCost(3_000_000), policy="chunked", num_blocks=2000)
         size, _ = tracemalloc.get_traced_memory()

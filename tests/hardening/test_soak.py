@@ -32,11 +32,13 @@ def test_an_hour_of_simulated_load_keeps_its_memory(tmp_path: Path) -> None:
     """Records go to the disk as they come; what is left is the trace and the requests that are there."""
     from metrics import Recorder
     from simulator import ReplayConfig
-    from simulator.pools import make_cluster_plan
+    from simulator.cluster.pools import make_cluster_plan
     from simulator.simulation import simulate
     from workloads import generate
 
-    trace = generate(duration_s=3600, arrivals="poisson:1", prompt="lognormal:900,1,1,4000", output="lognormal:60,1,1,500", seed=4)
+    trace = generate(
+        duration_s=3600, arrivals="poisson:1", prompt="lognormal:900,1,1,4000", output="lognormal:60,1,1,500", seed=4
+    )
     plan = make_cluster_plan(ReplayConfig(policy="vllm_v1", num_blocks=4000), trace, None)
     recorder = Recorder(part_rows=512, stream_to=tmp_path)
     sizes: dict[int, float] = {}
@@ -46,7 +48,10 @@ def test_an_hour_of_simulated_load_keeps_its_memory(tmp_path: Path) -> None:
 
     simulate(trace, plan, recorder, look)
     recorder.tables()
-    early, late = max(size for share, size in sizes.items() if 20 <= share < 40), max(size for share, size in sizes.items() if share >= 80)
+    early, late = (
+        max(size for share, size in sizes.items() if 20 <= share < 40),
+        max(size for share, size in sizes.items() if share >= 80),
+    )
     print(f"{len(trace)} requests: {early:.1f} MiB after a quarter of an hour, {late:.1f} MiB at the end")
     assert len(trace) > 3_400
     # Parts are unfolded and written in turn: a saw-tooth of some 10 MiB, the same over one hour and over four.
@@ -62,16 +67,27 @@ def test_nobody_is_lost_among_many(replicas: int, tmp_path: Path) -> None:
 
     from metrics import Recorder
     from simulator import ReplayConfig
-    from simulator.pools import make_cluster_plan
+    from simulator.cluster.pools import make_cluster_plan
     from simulator.simulation import simulate
     from workloads import generate
 
-    trace = generate(requests=REQUESTS, arrivals=f"poisson:{40 * replicas}", prompt="lognormal:300,1,1,4000", output="lognormal:20,1,1,200", seed=6)
+    trace = generate(
+        requests=REQUESTS,
+        arrivals=f"poisson:{40 * replicas}",
+        prompt="lognormal:300,1,1,4000",
+        output="lognormal:20,1,1,200",
+        seed=6,
+    )
     config = ReplayConfig(policy="chunked", num_blocks=4000, replicas=replicas, cost_model="roofline", gpu="h100")
     recorder = Recorder(part_rows=65_536, stream_to=tmp_path)
     sizes = [resident_mib(os.getpid())]
     began = time.process_time()
-    simulate(trace, make_cluster_plan(config, trace, None), recorder, lambda ended, total: sizes.append(resident_mib(os.getpid())))
+    simulate(
+        trace,
+        make_cluster_plan(config, trace, None),
+        recorder,
+        lambda ended, total: sizes.append(resident_mib(os.getpid())),
+    )
     took = time.process_time() - began
     kept = recorder.tables()
     rows, status, tokens = (kept.column("requests", name) for name in ("request", "status", "output_tokens"))
@@ -92,7 +108,19 @@ def test_minutes_of_live_load_keep_their_memory(tmp_path: Path) -> None:
 
     trace = generate(duration_s=MINUTES * 60, arrivals="poisson:2", prompt="uniform:8,200", output="uniform:4,40")
     file = write_trace(trace, tmp_path / "t.csv")
-    words = [sys.executable, "-m", "executor", "replay", file, "--model", "nano", "--threads", "1", "--out", tmp_path / "run"]
+    words = [
+        sys.executable,
+        "-m",
+        "executor",
+        "replay",
+        file,
+        "--model",
+        "nano",
+        "--threads",
+        "1",
+        "--out",
+        tmp_path / "run",
+    ]
     with (tmp_path / "err").open("w") as err:
         process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=err)
     sizes = []

@@ -23,7 +23,7 @@ RUNS = {
     "a pipeline": ("--policy", "decode_maximal", "--pp", "4"),
     "a cluster that fails": ("--policy", "vllm_v1", "--replicas", "3", "--fail", "1@5+5", "--arrivals", "gamma:8,3"),
     "a roofline": ("--policy", "prefill_priority", "--gpu", "a100-pcie", "--rate-scale", "2"),
-}  # fmt: skip
+}
 
 
 def facts(python: str) -> list[object] | None:
@@ -52,7 +52,9 @@ def test_two_versions_of_python_make_the_same_tables(tmp_path: Path) -> None:
         for place, runs in (("here", sys.executable), ("there", python)):
             out = tmp_path / place / name
             words = [runs, "-m", "simulator", "replay", "examples/trace.csv", *options, "--out", str(out)]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+            done = subprocess.run(
+                words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+            )
             assert done.returncode == 0, done.stderr[-800:]
         for table in ("requests", "iterations", "stages", "tokens", "segments"):
             one, other = (tmp_path / place / name / f"{table}.parquet" for place in ("here", "there"))
@@ -64,4 +66,6 @@ def test_two_versions_of_python_make_the_same_tables(tmp_path: Path) -> None:
                 assert pq.read_table(one).equals(pq.read_table(other)), f"{name}: {table}"
         one, other = (json.loads((tmp_path / place / name / "summary.json").read_text()) for place in ("here", "there"))
         assert one == other
-    print(f"{sys.version.split()[0]} and {found}: {len(RUNS)} runs alike{'' if same_writers else ' (as tables; pyarrow differs)'}")
+    print(
+        f"{sys.version.split()[0]} and {found}: {len(RUNS)} runs alike{'' if same_writers else ' (as tables; pyarrow differs)'}"
+    )

@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from experiments.tasks import perform
-from policies import user_code
-from policies.command_line import FAULT_OF_USER_CODE, one_line
-from policies.compiling import how_built
+from experiments.running.tasks import perform
+from policies.edges import user_code
+from policies.edges.command_line import FAULT_OF_USER_CODE, one_line
+from policies.edges.compiling import how_built
 from tests.hardening.command_line import assert_refused, run
 
 POLICY = """from dataclasses import dataclass
@@ -77,22 +77,24 @@ def test_a_fault_in_what_a_policy_called_is_told_from_one_of_its_own(
     assert ended.code == FAULT_OF_USER_CODE
     assert told.startswith(f"error: {tmp_path / 'mine.py'}:14, in ")
     assert told.endswith("(CHARIOTEER_TRACEBACKS=1 shows the whole traceback)")
-    assert ("raised in policies/draft.py:" in told) == ours
+    assert ("raised in policies/contract/draft.py:" in told) == ours
     assert ("its fault, unless it was called with a wrong argument" in told) == ours
     done = perform({"kind": "point", "trace": {"file": str(trace)}, "config": {"policy": policy}})
-    assert ("raised in Charioteer's own policies/draft.py:" in done["error"]) == ours
+    assert ("raised in Charioteer's own policies/contract/draft.py:" in done["error"]) == ours
 
 
 def test_a_callback_that_breaks_inside_of_our_code_is_its_authors(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = ModuleType("mine")
-    exec("class Odd:\n    def __str__(self):\n        raise KeyError\ndef plan(call):\n    call(Odd())\n", mine.__dict__)
+    exec(
+        "class Odd:\n    def __str__(self):\n        raise KeyError\ndef plan(call):\n    call(Odd())\n", mine.__dict__
+    )
     monkeypatch.setattr(user_code, "MODULES", {"mine"})
     with pytest.raises(KeyError) as caught:
         mine.plan(one_line)
     assert user_code.raised_in_ours(caught.value) is None
     with pytest.raises(AttributeError) as caught_ours:
         mine.plan(user_code.place_in_user_code)
-    assert (user_code.raised_in_ours(caught_ours.value) or "").startswith("policies/user_code.py:")
+    assert (user_code.raised_in_ours(caught_ours.value) or "").startswith("policies/edges/user_code.py:")
 
 
 def test_the_whole_traceback_is_there_for_the_asking(
@@ -118,7 +120,9 @@ def test_a_check_of_its_own_knobs_is_a_refusal(trace: Path, tmp_path: Path) -> N
     assert "odd: found 4" in assert_refused(ended)
 
 
-@pytest.mark.parametrize(("text", "line"), [("x = 1\nx = = 2\n", 2), ("import os\n\n1 / 0\n", 3), ("import nothing_such\n", 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("x = 1\nx = = 2\n", 2), ("import os\n\n1 / 0\n", 3), ("import nothing_such\n", 1)]
+)
 def test_a_file_that_cannot_be_loaded_names_its_line(trace: Path, tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "mine.py").write_text(text)
     refused = assert_refused(run("simulator", "replay", trace, "--policy", f"{tmp_path / 'mine.py'}:Mine"))

@@ -25,7 +25,10 @@ def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}  # type: ignore[dict-item]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen(
-        [sys.executable, "-m", *map(str, arguments)], text=True, errors="replace", env=environment,
+        [sys.executable, "-m", *map(str, arguments)],
+        text=True,
+        errors="replace",
+        env=environment,
         **{"preexec_fn": _heeds_interrupts, **pipes},
     )  # type: ignore[call-overload,no-any-return]
 
@@ -59,7 +62,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(tmp_path: Path)
 
 
 def test_an_old_file_survives_a_new_one_that_cannot_be_written(tmp_path: Path) -> None:
-    from policies.output_file import write_text
+    from policies.edges.output_file import write_text
 
     file = write_text(tmp_path / "deep" / "folder" / "a.json", "old", RuntimeError)
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -94,9 +97,11 @@ def test_standard_output_that_is_full_or_gone_is_no_traceback(tmp_path: Path) ->
 def test_neither_locale_nor_terminal_change_more_than_the_looks(tmp_path: Path) -> None:
     summaries = []
     for number, env in enumerate(
-        ({"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
-         {"PYTHONIOENCODING": "latin-1", "COLUMNS": "40", "NO_COLOR": "1", "TZ": "Asia/Kathmandu", "TERM": "dumb"})
-    ):  # fmt: skip
+        (
+            {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"},
+            {"PYTHONIOENCODING": "latin-1", "COLUMNS": "40", "NO_COLOR": "1", "TZ": "Asia/Kathmandu", "TERM": "dumb"},
+        )
+    ):
         code, out, err = ended(*REPLAY, "--out", tmp_path / f"ä{number}", env=env)
         assert code == 0, err
         assert "\x1b" not in out
@@ -151,7 +156,7 @@ def test_a_run_killed_at_any_moment_is_there_whole_or_not_at_all(tmp_path: Path)
 
 
 def test_what_a_killed_process_left_is_taken_away_by_the_next_one(tmp_path: Path) -> None:
-    from policies.output_file import clear_leftovers, scratch_prefix, write_text
+    from policies.edges.output_file import clear_leftovers, scratch_prefix, write_text
 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -166,7 +171,9 @@ def test_what_a_killed_process_left_is_taken_away_by_the_next_one(tmp_path: Path
     (tmp_path / "run").mkdir()
     write_text(tmp_path / "a.json", "{}", RuntimeError)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted([ours + "x2.part.json", ".a.json.1-00000000.x3.part", "a.json.part", "a.json", "run", "other"])
+    assert left == sorted(
+        [ours + "x2.part.json", ".a.json.1-00000000.x3.part", "a.json.part", "a.json", "run", "other"]
+    )
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["old"]
     assert list((tmp_path / "run").iterdir()) == []
     clear_leftovers(tmp_path / "nowhere")
@@ -189,7 +196,10 @@ def test_two_runs_into_one_folder_leave_one_whole_run(tmp_path: Path) -> None:
 def test_a_simulation_that_is_stopped_writes_nothing_and_says_so(number: int, code: int, tmp_path: Path) -> None:
     from workloads import generate, write_trace
 
-    trace = write_trace(generate(requests=60_000, arrivals="poisson:20", prompt="uniform:1,2000", output="uniform:1,500"), tmp_path / "long.csv")
+    trace = write_trace(
+        generate(requests=60_000, arrivals="poisson:20", prompt="uniform:1,2000", output="uniform:1,500"),
+        tmp_path / "long.csv",
+    )
     process = start("simulator", "replay", trace, "--plain", "--out", tmp_path / "run")
     time.sleep(3)
     process.send_signal(number)
@@ -204,7 +214,9 @@ def test_a_sweep_killed_at_any_moment_goes_on_and_ends_as_if_it_had_not_been(tmp
     import pyarrow.parquet as pq
 
     file = tmp_path / "sweep.toml"
-    file.write_text(f'[trace]\nfile = "{Path(TRACE).resolve()}"\n[base]\nlimit = 10\n[space]\nchunk_size = [64, 96, 128, 160, 192, 224, 256, 288]\n')
+    file.write_text(
+        f'[trace]\nfile = "{Path(TRACE).resolve()}"\n[base]\nlimit = 10\n[space]\nchunk_size = [64, 96, 128, 160, 192, 224, 256, 288]\n'
+    )
     command = ("experiments", "sweep", file, "--workers", 0)
     assert ended(*command, "--out", tmp_path / "whole")[0] == 0
     draw = random.Random(3)
@@ -212,7 +224,11 @@ def test_a_sweep_killed_at_any_moment_goes_on_and_ends_as_if_it_had_not_been(tmp
         process = start(*command, "--out", tmp_path / "cut", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         points = len(list((tmp_path / "cut").glob("points/0*.json")))
         deadline = time.monotonic() + 20
-        while len(list((tmp_path / "cut").glob("points/0*.json"))) <= points and process.poll() is None and time.monotonic() < deadline:
+        while (
+            len(list((tmp_path / "cut").glob("points/0*.json"))) <= points
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
         time.sleep(draw.random() * 0.02)
         process.kill()
@@ -275,7 +291,7 @@ def test_a_place_under_a_file_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_missing_package_is_one_line_that_says_what_to_install(module: str, told: str) -> None:
     code = (
-        "import sys\nfrom policies.command_line import run_command\n"
+        "import sys\nfrom policies.edges.command_line import run_command\n"
         f"def build():\n    raise ModuleNotFoundError('no', name={module!r})\nrun_command(build, 'executor')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from metrics import Recorder, RunTables
-from policies.batch import BatchShape
-from policies.request import Request
+from policies.work.batch import BatchShape
+from policies.work.request import Request
 
 
 class MicroBatch(NamedTuple):
@@ -47,9 +47,25 @@ def run_pipeline(batches: Sequence[MicroBatch], *, depth: int | None = None, eag
         chunks = ((number, batch.prefill, 0, True),) if batch.prefill else ()
         shape = BatchShape(((batch.prefill, 0),) if batch.prefill else (), batch.decodes)
         recorder.iteration(
-            0, number, planned, spans[0][0], done[-1], shape, chunks, (), 0, 0, 0, 0, 0, batch.host_before,
-            batch.host_after, sum(batch.times), True, stages=spans,
-        )  # fmt: skip
+            0,
+            number,
+            planned,
+            spans[0][0],
+            done[-1],
+            shape,
+            chunks,
+            (),
+            0,
+            0,
+            0,
+            0,
+            0,
+            batch.host_before,
+            batch.host_after,
+            sum(batch.times),
+            True,
+            stages=spans,
+        )
         recorder.request(Request(number, batch.ready, 1, 1), 0, "aborted", "", 0, planned, -1, done[-1], 0, 0, ())
     run = recorder.tables()
     run.config = {"tp": 2}

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError, Recorder
-from metrics.bubbles import find_bubbles
-from metrics.causes import CAUSES
-from metrics.request_bubbles import request_bubble_ns
-from policies.batch import BatchShape
-from policies.request import Request
+from metrics.measures.bubble_causes import CAUSES
+from metrics.pipelines.bubbles import find_bubbles
+from metrics.pipelines.request_bubbles import request_bubble_ns
+from policies.work.batch import BatchShape
+from policies.work.request import Request
 from tests.metrics.pipelines import MicroBatch, run_pipeline
 from tests.metrics.sample_runs import three_requests
 

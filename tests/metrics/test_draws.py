@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from metrics.statistics import interval_of_draws, level_held
+from metrics.measures.statistics import interval_of_draws, level_held
 
 
 @pytest.mark.parametrize("count", [19, 39, 59])

@@ -7,9 +7,9 @@ import pytest
 from matplotlib import rc_context
 
 from metrics import Recorder, RunTables
-from metrics.figure_style import POLICY_STYLES, shown_name, styles_for
-from metrics.figures import batch_composition, draw_all, load_over_time, tbt_cdf, ttft_cdf
-from policies.batch import BatchShape
+from metrics.drawing.figure_style import POLICY_STYLES, shown_name, styles_for
+from metrics.drawing.figures import batch_composition, draw_all, load_over_time, tbt_cdf, ttft_cdf
+from policies.work.batch import BatchShape
 from tests.metrics.sample_runs import three_requests
 from tests.metrics.test_pipeline_figures import alternating
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from metrics.summary import summarise
+from metrics.measures.summary import summarise
 from simulator import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
@@ -80,7 +80,7 @@ def test_classes_leave_the_same_warm_up_out_as_the_whole_run(tmp_path, capsys):
     from dataclasses import replace
 
     from metrics.commands import _show_by, _summary
-    from simulator.printing import _class_summaries
+    from simulator.commands.printing import _class_summaries
 
     trace = replace(trace_of([(row, 4, 5) for row in range(10)]), slo=["a", "b"] * 5)
     done = replay(trace, cost=ConstantCost(S), num_blocks=1000, warmup="4", slo="e2e_p99=9")

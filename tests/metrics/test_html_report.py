@@ -16,7 +16,7 @@ from metrics import MetricsError, RunTables, summarise
 from metrics.html_report import RowTable, write_report
 from metrics.html_report.requests import inspected_requests
 from metrics.html_report.timeline import Slice, timeline_of
-from metrics.pipeline import schedules
+from metrics.pipelines.stage_schedule import schedules
 from simulator import replay
 from workloads import Trace, generate
 
@@ -189,9 +189,16 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.binary_location = chromium
     profile = tmp_path_factory.mktemp("profile")
     for flag in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-        "--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}",
-    ):  # fmt: skip
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={profile}",
+    ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(executable_path=driver)
@@ -251,7 +258,9 @@ def test_a_point_without_a_value_is_not_left_out_in_silence(browser: Any, tmp_pa
     browser.execute_script(
         "const s = document.querySelector('#table-plot-0 select'); s.value = 'chunk'; s.dispatchEvent(new Event('change'))"
     )
-    assert "2 of 5 rows are not drawn" in browser.execute_script("return document.querySelector('.left-out').textContent")
+    assert "2 of 5 rows are not drawn" in browser.execute_script(
+        "return document.querySelector('.left-out').textContent"
+    )
 
 
 @pytest.mark.slow

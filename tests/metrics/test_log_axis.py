@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics.figure_style import house_style, new_figure
-from metrics.log_axis import log_scale, plain_number
+from metrics.drawing.figure_style import house_style, new_figure
+from metrics.drawing.log_axis import log_scale, plain_number
 
 
 def labels(low: float, high: float, width_in: float, side: str = "x"):
@@ -23,14 +23,12 @@ def labels(low: float, high: float, width_in: float, side: str = "x"):
             label
             for at, label in zip(axis.get_majorticklocs(), axis.get_majorticklabels())
             if 0.999999 * low <= at <= 1.000001 * high
-        ]  # fmt: skip
+        ]
         return [label.get_window_extent() for label in shown], [label.get_text() for label in shown]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.floats(-9, 7), st.floats(0.1, 14), st.sampled_from([2.0, 3.35, 7.0]), st.sampled_from(["x", "y"])
-)
+@given(st.floats(-9, 7), st.floats(0.1, 14), st.sampled_from([2.0, 3.35, 7.0]), st.sampled_from(["x", "y"]))
 def test_labels_never_touch_and_there_are_always_two(power, decades, width_in, side) -> None:
     boxes, texts = labels(10**power, 10 ** (power + decades), width_in, side)
     assert len(set(texts)) == len(texts) >= 2
@@ -53,6 +51,12 @@ def test_numbers_are_those_that_a_reader_expects(low, high, wanted) -> None:
 
 
 def test_powers_of_ten_are_kept_for_what_is_far_from_one() -> None:
-    assert [plain_number(value) for value in (0.02, 5, 2000, 0.0001, 999_999)] == ["0.02", "5", "2,000", "0.0001", "999,999"]
+    assert [plain_number(value) for value in (0.02, 5, 2000, 0.0001, 999_999)] == [
+        "0.02",
+        "5",
+        "2,000",
+        "0.0001",
+        "999,999",
+    ]
     assert plain_number(1e-7) == "$10^{-7}$"
     assert plain_number(3e8) == r"$3{\times}10^{8}$"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from metrics import MetricsError, Recorder
-from metrics.bubbles import find_bubbles
-from metrics.figure_style import save
-from metrics.pipeline_figures import bubble_shares, draw_pipeline, gantt
-from metrics.timeline import Window
+from metrics.drawing.figure_style import save
+from metrics.drawing.perfetto import Window
+from metrics.drawing.pipeline_figures import bubble_shares, draw_pipeline, gantt
+from metrics.pipelines.bubbles import find_bubbles
 from tests.metrics.pipelines import MicroBatch, run_pipeline
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError, Recorder
-from metrics.columns import TABLES, schema, to_ns, to_seconds
-from metrics.tables import as_numpy
-from policies.batch import BatchShape
-from policies.request import Request
+from metrics.run_folder.columns import TABLES, schema, to_ns, to_seconds
+from metrics.run_folder.tables import as_numpy
+from policies.work.batch import BatchShape
+from policies.work.request import Request
 from tests.metrics.sample_runs import assert_same_tables, record_small_run
 
 
@@ -71,9 +71,7 @@ def test_a_number_that_its_column_cannot_hold_is_refused() -> None:
 def test_texts_come_back_as_they_were_with_and_without_an_answer() -> None:
     recorder = Recorder()
     for row, session in enumerate([None, "", "chät", None, "x" * 300]):
-        recorder.request(
-            Request(row, 7, 10, 1, session=session), -1, "rejected", "zu groß", 0, -1, -1, 7, 0, 0, ()
-        )
+        recorder.request(Request(row, 7, 10, 1, session=session), -1, "rejected", "zu groß", 0, -1, -1, 7, 0, 0, ())
     run = recorder.tables()
     assert run.requests.column("session").to_pylist() == [None, "", "chät", None, "x" * 300]
     assert run.requests.column("reason").to_pylist() == ["zu groß"] * 5
@@ -113,9 +111,24 @@ def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, alike) -
         shape = BatchShape((), 3, context + 3 * i, 40 + step + i, 1, 3, 8)
         planned = now + 10 * i
         recorder.iteration(
-            1, number + i, planned, planned + 2, planned + 10, shape, (), ((9, step + i, 3),), 0, 3, 2, 50 - 2 * i, 0,
-            2, 1, 7, inside(i),
-        )  # fmt: skip
+            1,
+            number + i,
+            planned,
+            planned + 2,
+            planned + 10,
+            shape,
+            (),
+            ((9, step + i, 3),),
+            0,
+            3,
+            2,
+            50 - 2 * i,
+            0,
+            2,
+            1,
+            7,
+            inside(i),
+        )
 
     for kind, k in events:
         for i in range(k):
@@ -125,9 +138,21 @@ def test_a_leap_gives_the_rows_of_as_many_iterations(events, part_rows, alike) -
                 one(leapt, i)
         else:
             leapt.leap(
-                1, number, BatchShape((), 3, context, 40 + step, 1, 3, 8), now, [now + 10 * (i + 1) for i in range(k)],
-                9, step, 3, 2, 50, [2] * k, 2, 1, True if alike else [inside(i) for i in range(k)],
-            )  # fmt: skip
+                1,
+                number,
+                BatchShape((), 3, context, 40 + step, 1, 3, 8),
+                now,
+                [now + 10 * (i + 1) for i in range(k)],
+                9,
+                step,
+                3,
+                2,
+                50,
+                [2] * k,
+                2,
+                1,
+                True if alike else [inside(i) for i in range(k)],
+            )
         now, number, step, context = now + 10 * k, number + k, step + k, context + 3 * k
     expected, found = plain.tables(), leapt.tables()
     assert_same_tables(found, expected, ("iterations", "stages"))

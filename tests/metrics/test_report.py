@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from metrics import summarise, write_run
-from metrics.report import comparison_table, differences, format_value
+from metrics.drawing.text_tables import comparison_table, differences, format_value
 from tests.hardening.command_line import run
 from tests.metrics.sample_runs import three_requests
 
@@ -110,9 +110,19 @@ def test_bubbles_and_timeline_of_a_run_folder(run_folder) -> None:
     printed = json.loads(call("bubbles", run_folder, "--json").out)["chunked"]
     assert printed["bubble_share"] == 1 / 8
     assert printed["stages"][-1] == {
-        "stage": "all", "in_flight_s": 8.0, "busy_s": 7.0, "idle_s": 1.0, "pb1_s": 0.0, "pb2_s": 0.0, "pb3_s": 0.0,
-        "stage_split_s": 0.0, "fill_drain_s": 0.0, "transfer_s": 0.0, "host_s": 1.0, "starvation_s": 0.0,
-    }  # fmt: skip
+        "stage": "all",
+        "in_flight_s": 8.0,
+        "busy_s": 7.0,
+        "idle_s": 1.0,
+        "pb1_s": 0.0,
+        "pb2_s": 0.0,
+        "pb3_s": 0.0,
+        "stage_split_s": 0.0,
+        "fill_drain_s": 0.0,
+        "transfer_s": 0.0,
+        "host_s": 1.0,
+        "starvation_s": 0.0,
+    }
     assert printed["request_bubble_s"]["max"] == 0.5
     assert "12.50%" in call("bubbles", run_folder).out
     assert call("timeline", run_folder, "--request", 1).out.strip() == str(run_folder / "timeline.json")

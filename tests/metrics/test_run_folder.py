@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from metrics import MetricsError, Recorder, read_run, write_run
-from metrics.columns import TABLES
+from metrics.run_folder.columns import TABLES
 from tests.metrics.sample_runs import assert_same_tables, record_small_run
 
 

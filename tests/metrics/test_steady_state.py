@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from metrics.steady_state import mser5, steady_state
+from metrics.measures.steady_state import mser5, steady_state
 
 
 class Requests:

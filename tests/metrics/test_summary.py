@@ -11,21 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, summarise_classes
-from metrics.causes import CAUSES
-from metrics.columns import TABLES, columns_table
-from metrics.memory_keys import MEMORY_KEYS
-from metrics.slo import requests_within
-from metrics.statistics import percentiles, statistics
-from metrics.summary import pd_optimum
-from metrics.summary_keys import keys_table
-from metrics.token_times import TokenTimes
-from policies.request import Request
+from metrics.measures.bubble_causes import CAUSES
+from metrics.measures.memory_keys import MEMORY_KEYS
+from metrics.measures.slo import requests_within
+from metrics.measures.statistics import percentiles, statistics
+from metrics.measures.summary import pd_optimum
+from metrics.measures.summary_keys import keys_table
+from metrics.measures.token_times import TokenTimes
+from metrics.run_folder.columns import TABLES, columns_table
+from policies.work.request import Request
 from tests.metrics.sample_runs import S, three_requests
 
 CONFIG = {
-    "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": {"name": "fitted tiny"},
-    "calibrated": True, "token_budget": 10, "num_blocks": 10, "slots": 3, "knobs": {"chunk_size": 8},
-}  # fmt: skip
+    "world": "simulated",
+    "policy": "chunked",
+    "model": "tiny",
+    "gpu": "cpu",
+    "cost_model": {"name": "fitted tiny"},
+    "calibrated": True,
+    "token_budget": 10,
+    "num_blocks": 10,
+    "slots": 3,
+    "knobs": {"chunk_size": 8},
+}
 
 
 def summary_of_three(**options):
@@ -53,27 +61,78 @@ def test_latencies_of_three_requests() -> None:
 def test_counts_and_rates_of_three_requests() -> None:
     summary = summary_of_three(stall_bound_s=1.5, slo="ttft_p99=2,tbt_p99=3")
     expected = {
-        "world": "simulated", "policy": "chunked", "model": "tiny", "gpu": "cpu", "cost_model": "fitted tiny",
+        "world": "simulated",
+        "policy": "chunked",
+        "model": "tiny",
+        "gpu": "cpu",
+        "cost_model": "fitted tiny",
         "calibrated": True,
-        "requests": 4, "finished": 3, "rejected": 1, "failed": 0, "aborted": 0, "warmup_requests": 0, "measured": 4,
-        "measured_finished": 3, "window_start_s": 0, "window_end_s": 8, "duration_s": 8, "overloaded": False, "load": None,
-        "stall_bound_s": 1.5, "stalls": 2, "stall_s_total": 6, "stall_s_longest": 4, "stalled_requests": 2,
-        "requests_per_s": 3 / 8, "output_tokens_per_s": 7 / 8, "total_tokens_per_s": 25 / 8,
+        "requests": 4,
+        "finished": 3,
+        "rejected": 1,
+        "failed": 0,
+        "aborted": 0,
+        "warmup_requests": 0,
+        "measured": 4,
+        "measured_finished": 3,
+        "window_start_s": 0,
+        "window_end_s": 8,
+        "duration_s": 8,
+        "overloaded": False,
+        "load": None,
+        "stall_bound_s": 1.5,
+        "stalls": 2,
+        "stall_s_total": 6,
+        "stall_s_longest": 4,
+        "stalled_requests": 2,
+        "requests_per_s": 3 / 8,
+        "output_tokens_per_s": 7 / 8,
+        "total_tokens_per_s": 25 / 8,
         # R0 meets it; R1's own P99 TBT is 3.97; R2's TTFT is 5; the rejected one counts as missed.
-        "slo": "ttft_p99=2,tbt_p99=3", "slo_met": False, "slo_attainment": 1 / 4, "goodput_requests_per_s": 1 / 8,
+        "slo": "ttft_p99=2,tbt_p99=3",
+        "slo_met": False,
+        "slo_attainment": 1 / 4,
+        "goodput_requests_per_s": 1 / 8,
         # 3/4, 3/7 and 1/5 tokens/s
         "fairness_jain": (3 / 4 + 3 / 7 + 1 / 5) ** 2 / (3 * (9 / 16 + 9 / 49 + 1 / 25)),
-        "preemptions": 1, "preempted_requests": 1, "prompt_tokens": 918, "output_tokens": 7, "cached_tokens": 2,
-        "cached_share": 2 / 918, "pd_ratio": 918 / 7, "pd_optimum": 3,
-        "iterations": 5, "tokens_per_iteration": 27 / 5, "decodes_per_iteration": 3 / 5, "chunk_tokens_total": 24,
-        "token_budget": 10, "token_budget_use": 0.54, "dummy_tokens": 3, "dummy_share": 0.1, "graph_padding_rows": 2,
-        "running_mean": 11 / 8, "running_max": 2, "waiting_mean": 5 / 8, "waiting_max": 1,
-        "kv_blocks": 10, "kv_use_mean": (0.2 + 2 * 0.4 + 0.5 + 2 * 0.6 + 2 * 0.7) / 8, "kv_use_max": 0.7,
-        "host_s_total": 1, "device_s_total": 7, "device_busy_share": 7 / 8, "inside_share": 4 / 5,
-        "bubble_share": None, "lost_device_s": None, **{f"bubble_share_{cause}": None for cause in CAUSES},
-        "mfu": None, "mfu_busy": None, "mbu": None, "mbu_busy": None,
-        **dict.fromkeys(MEMORY_KEYS), "prefix_hit_requests": 1,
-    }  # fmt: skip
+        "preemptions": 1,
+        "preempted_requests": 1,
+        "prompt_tokens": 918,
+        "output_tokens": 7,
+        "cached_tokens": 2,
+        "cached_share": 2 / 918,
+        "pd_ratio": 918 / 7,
+        "pd_optimum": 3,
+        "iterations": 5,
+        "tokens_per_iteration": 27 / 5,
+        "decodes_per_iteration": 3 / 5,
+        "chunk_tokens_total": 24,
+        "token_budget": 10,
+        "token_budget_use": 0.54,
+        "dummy_tokens": 3,
+        "dummy_share": 0.1,
+        "graph_padding_rows": 2,
+        "running_mean": 11 / 8,
+        "running_max": 2,
+        "waiting_mean": 5 / 8,
+        "waiting_max": 1,
+        "kv_blocks": 10,
+        "kv_use_mean": (0.2 + 2 * 0.4 + 0.5 + 2 * 0.6 + 2 * 0.7) / 8,
+        "kv_use_max": 0.7,
+        "host_s_total": 1,
+        "device_s_total": 7,
+        "device_busy_share": 7 / 8,
+        "inside_share": 4 / 5,
+        "bubble_share": None,
+        "lost_device_s": None,
+        **{f"bubble_share_{cause}": None for cause in CAUSES},
+        "mfu": None,
+        "mfu_busy": None,
+        "mbu": None,
+        "mbu_busy": None,
+        **dict.fromkeys(MEMORY_KEYS),
+        "prefix_hit_requests": 1,
+    }
     for key, value in expected.items():
         assert summary[key] == (pytest.approx(value) if isinstance(value, float) else value), key
     families = {

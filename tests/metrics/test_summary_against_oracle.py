@@ -106,8 +106,10 @@ def _iterations(run: RunTables, start: float, end: float) -> dict[str, float]:
     plans = defaultdict(list)
     for row in run.frame("iterations").to_dict("records"):
         plans[row["replica"]].append(row["planned_s"])
-    held = [min([row["end_s"], *(at for at in plans[row["replica"]] if at > row["planned_s"])]) - row["planned_s"]
-            for row in rows]  # fmt: skip
+    held = [
+        min([row["end_s"], *(at for at in plans[row["replica"]] if at > row["planned_s"])]) - row["planned_s"]
+        for row in rows
+    ]
     pools, lives = run.config["pools"], run.config["cluster"]["lives"]
     there = sum(
         pools[life["pool"]]["pp"]
@@ -125,7 +127,8 @@ def _iterations(run: RunTables, start: float, end: float) -> dict[str, float]:
         "waiting_max": max(row["waiting"] for row in rows),
         "device_busy_share": sum(
             max(0.0, row["end_s"] - max(row["start_s"], start)) for row in run.frame("stages").to_dict("records")
-        ) / there,
+        )
+        / there,
     }
     if blocks := run.config.get("num_blocks"):
         found["kv_use_mean"] = float(np.average([1 - row["free_blocks"] / blocks for row in rows], weights=held))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError
-from metrics.timeline import Window, parse_window, write_timeline
+from metrics.drawing.perfetto import Window, parse_window, write_timeline
 from tests.metrics.pipelines import MicroBatch, run_pipeline
 from tests.metrics.sample_runs import three_requests
 
@@ -50,11 +50,21 @@ def test_a_track_per_stage_with_slices_named_by_kind_and_bubbles_by_cause(tmp_pa
     slices = slices_of(events)
     pb2, edge = "bubble: PB2: prefill beside decode", "bubble: fill and drain"
     assert slices[1, 1] == [
-        ("prefill", 0, 5), ("decode", 5, 8), (pb2, 8, 10), ("prefill", 10, 15), ("decode", 15, 18), (edge, 18, 23),
-    ]  # fmt: skip
+        ("prefill", 0, 5),
+        ("decode", 5, 8),
+        (pb2, 8, 10),
+        ("prefill", 10, 15),
+        ("decode", 15, 18),
+        (edge, 18, 23),
+    ]
     assert slices[1, 2] == [
-        (edge, 0, 5), ("prefill", 5, 10), ("decode", 10, 13), (pb2, 13, 15), ("prefill", 15, 20), ("decode", 20, 23),
-    ]  # fmt: skip
+        (edge, 0, 5),
+        ("prefill", 5, 10),
+        ("decode", 10, 13),
+        (pb2, 13, 15),
+        ("prefill", 15, 20),
+        ("decode", 20, 23),
+    ]
 
 
 @settings(max_examples=30, deadline=None)

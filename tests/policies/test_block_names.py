@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from policies.block_names import TraceNames
-from policies.request import Request
+from policies.kv_memory.block_names import TraceNames
+from policies.work.request import Request
 
 
 def turn(**facts: Any) -> Any:

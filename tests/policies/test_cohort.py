@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import CountingLedger, Request, Track
-from policies.cohort import Cohort
+from policies.work.cohort import Cohort
 
 members = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 6), st.integers(0, 30)), min_size=1, max_size=8

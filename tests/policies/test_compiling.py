@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.compiling import HOT, compiled_modules, how_built
+from policies.edges.compiling import HOT, compiled_modules, how_built
 
 
 def test_every_hot_module_exists_and_is_said_to_be_what_it_is():

@@ -3,7 +3,7 @@
 import pytest
 
 from policies import BatchShape, Host
-from policies.iteration_time import ChunkTime, rows_within
+from policies.sized_by_time import ChunkTime, rows_within
 from tests.policies.worked import asked, batches, scheduler_for, token_seconds, work_through
 
 A, B, C = 0, 1, 2

@@ -52,7 +52,14 @@ def test_a_queue_behind_held_blocks_waits_instead_of_being_rejected():
 
 @pytest.mark.parametrize(
     ("policy", "free"),
-    [("chunked", 17), ("prefill_priority", 17), ("vllm_v1", 17), ("orca", 16), ("decode_maximal", 4), ("dynamic_chunk", 4)],
+    [
+        ("chunked", 17),
+        ("prefill_priority", 17),
+        ("vllm_v1", 17),
+        ("orca", 16),
+        ("decode_maximal", 4),
+        ("dynamic_chunk", 4),
+    ],
 )
 @pytest.mark.parametrize("by_id", [False, True])
 def test_a_received_request_goes_on_with_its_next_token(by_id, policy, free):
@@ -130,7 +137,8 @@ def test_blocks_that_wait_in_the_queue_are_taken_back_when_nothing_else_could_ru
     """Both hold 3 of 8 blocks and need 6: the later one gives its own back and recomputes."""
     engine = Scheduler(Greedy(), CountingLedger(8, BLOCK, 64))
     tracks = [
-        engine.handover.receive(Request(number, 0, 10, 4), 0, ends_after=4, computed=10, produced=1) for number in (0, 1)
+        engine.handover.receive(Request(number, 0, 10, 4), 0, ends_after=4, computed=10, produced=1)
+        for number in (0, 1)
     ]
     for track in tracks:
         assert engine.handover.reserve(track)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from policies import NS_PER_S, Request
 from policies.shortest_prompt_first import ShortestPromptFirst
-from policies.track import Track
+from policies.work.track import Track
 from tests.policies.worked import asked, batches, scheduler_for, work_through
 
 A, B, C, D = 0, 1, 2, 3

@@ -1,14 +1,13 @@
 """Swapping: the KV that comes back is the KV that went, nothing leaks, and `auto` does what costs less."""
 
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policies import BlockLedger, CountingLedger, Host, Policy, PolicyError, Request, Scheduler, make_policy
-from policies.cohort import Cohort
-from policies.swap import HostMemory, Swap, SwapCosts
+from policies.kv_memory.swap import HostMemory, Swap, SwapCosts
+from policies.work.cohort import Cohort
 from tests.policies.driving import drive
 from tests.policies.kv_memory import KVMemory
 from tests.policies.test_invariants import BLOCK, check_conservation, engines, no_block_lost, traces
@@ -23,9 +22,13 @@ def swapping(engine, pages, per_page=2, *, how="swap", by_id=False, prefix_cachi
     )
     host = Host(micro_batches=engine["depth"], tile=16, estimator=lambda shape: 1000 + 10 * shape.rows)
     return Scheduler(
-        make_policy(*engine["policy"]), ledger, host, token_budget=engine["token_budget"],
-        max_num_seqs=engine["max_num_seqs"], swap=Swap(HostMemory(pages, per_page), how, costs),
-    )  # fmt: skip
+        make_policy(*engine["policy"]),
+        ledger,
+        host,
+        token_budget=engine["token_budget"],
+        max_num_seqs=engine["max_num_seqs"],
+        swap=Swap(HostMemory(pages, per_page), how, costs),
+    )
 
 
 def nothing_left_in_host_memory(scheduler):
@@ -113,8 +116,9 @@ def test_leaps_and_swapping_agree(requests, engine, pages):
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["decode", "chunk", "admit", "resume", "recompute", "swap"]), st.integers(0, 9)),
-    min_size=1, max_size=8,
-)  # fmt: skip
+    min_size=1,
+    max_size=8,
+)
 
 
 class Scripted(Policy):
@@ -141,7 +145,11 @@ class Scripted(Policy):
                 waiting = list(queues.waiting) if action == "admit" else queues.swapped
                 if waiting:
                     track = waiting[number % len(waiting)]
-                    if draft.admit(track, 1 + 2 * number, must_fit=track.known) if action == "admit" else draft.resume(track):
+                    if (
+                        draft.admit(track, 1 + 2 * number, must_fit=track.known)
+                        if action == "admit"
+                        else draft.resume(track)
+                    ):
                         granted.add(id(track))
             else:
                 tracks = [track for track in queues.running_tracks() if not track.closing]

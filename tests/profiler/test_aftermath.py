@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from policies import BatchShape
-from profiler.aftermath import FEATURES, PRICES, STEPS, after, extra_ns, fit_aftermath, in_order, merged
+from profiler.iterations.aftermath import FEATURES, PRICES, STEPS, after, extra_ns, fit_aftermath, in_order, merged
 
 MIXED = BatchShape(((100, 50),), 2, 1000, 600, 0, 3)
 DECODES = BatchShape((), 3, 1153, 601, 0, 3)
@@ -50,9 +50,13 @@ def test_prices_are_found_again() -> None:
     for _ in range(60):
         decodes = int(rng.integers(1, 16))
         shape = BatchShape(
-            ((int(rng.integers(8, 1024)), int(rng.integers(0, 2000))),), decodes, decodes * int(rng.integers(50, 2000)),
-            2000, 0, decodes,
-        )  # fmt: skip
+            ((int(rng.integers(8, 1024)), int(rng.integers(0, 2000))),),
+            decodes,
+            decodes * int(rng.integers(50, 2000)),
+            2000,
+            0,
+            decodes,
+        )
         owed = extra_ns(true, shape)[::-1]
         for step in range(1, 9):
             led.append(shape)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from policies.batch import BatchShape
-from profiler.capacity import num_blocks, plan_memory, slots
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.hardware import load_hardware
-from profiler.model_config import load_model_spec
-from profiler.work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
+from profiler.specs.hardware import load_hardware
+from profiler.specs.memory_plan import num_blocks, plan_memory, slots
+from profiler.specs.model_config import load_model_spec
+from profiler.specs.useful_work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
 
 VLLM_RUN = Path("../shared/data/traces/vllm_runs/RTX4090/Llama-3.1-8B/meta.json")
 
@@ -104,7 +104,7 @@ def test_peaks_are_of_one_device_beside_the_number_of_devices() -> None:
 
 def test_a_run_table_gives_the_same_columns_as_its_shapes() -> None:
     pa = pytest.importorskip("pyarrow")
-    from profiler.shapes import ShapeColumns
+    from profiler.specs.shape_columns import ShapeColumns
 
     shapes = [BatchShape(((10, 90), (5, 0)), 2, 100, 50, 100, 4), BatchShape((), 3, 30, 20, 0, 3, 8)]
     chunks = [[{"request": 0, "tokens": t, "prefix": p, "samples": True} for t, p in shape.chunks] for shape in shapes]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.published import predicted_ms, published_steps
+from profiler.measurements.published_steps import predicted_ms, published_steps
 
 KERNELS = Path("../shared/data/profiles/aiconfigurator")
 PUBLISHED = Path("../shared/data/groundtruth")
@@ -55,7 +55,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says:
 
 @pytest.mark.skipif(not KERNELS.exists(), reason=f"{KERNELS} is absent")
 def test_constants_lie_near_what_kernels_reach_on_three_gpus() -> None:
-    from profiler.kernel_rates import gemm_errors, kernel_rates
+    from profiler.measurements.kernel_rates import gemm_errors, kernel_rates
 
     for row in kernel_rates(KERNELS):
         assert 0.65 < row["constant"] / row["p50"] < 1.3, row

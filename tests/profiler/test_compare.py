@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from profiler.compare import Structure, _compared, text
 from profiler.errors import ProfileError
-from profiler.gemm_law import GemmLaw
-from profiler.hardware import load_hardware
-from profiler.profile import Profile, make_profile, write_profile
-from profiler.residuals import GaussianProcess
-from profiler.scattered_gemms import STRUCTURE, scattered
-from profiler.scattered_gemms import text as singles_text
+from profiler.judging.compare_learners import Structure, _compared, text
+from profiler.judging.left_out_gemms import STRUCTURE, scattered
+from profiler.judging.left_out_gemms import text as singles_text
+from profiler.measurements.profile import Profile, make_profile, write_profile
+from profiler.operators.fitting.learners import GaussianProcess
+from profiler.operators.laws.gemm_law import GemmLaw
+from profiler.specs.hardware import load_hardware
 from tests.hardening.command_line import run
 
 WIDE = [512, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
@@ -34,9 +34,13 @@ def test_a_nested_choice_takes_the_law_where_the_law_is_right() -> None:
     decodes, context = (axis.ravel() for axis in np.meshgrid(2.0 ** np.arange(8), [16.0, 128.0, 1024.0, 4096.0]))
     us = 10 + decodes * context / 1000
     shape = Structure(
-        "decode batch sizes", decodes, us, np.log2(np.stack([decodes, context], axis=1)), np.full(len(us), True),
+        "decode batch sizes",
+        decodes,
+        us,
+        np.log2(np.stack([decodes, context], axis=1)),
+        np.full(len(us), True),
         lambda known: (us, us * 1.1),
-    )  # fmt: skip
+    )
     found = {row.method: row for row in _compared("decode batch sizes", [shape])}
     assert found["law"].p95 == 0.0
     assert found["law + table"].median == pytest.approx(0.1)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler import load_cost_model, load_hardware, load_model_spec
 from profiler.compression_cost import PackedCost, PackingPrices, bound_prices, prices_of, read_prices, values_per_token
 from profiler.errors import ProfileError
-from profiler.kv_compression import Compression
+from profiler.specs.kv_compression import Compression
 
 MODEL, GPU = load_model_spec("llama-3.1-8b"), load_hardware("h100")
 KIVI = Compression("kivi", 4, 32, 128)
@@ -65,9 +65,11 @@ def test_the_bound_moves_whole_and_packed_bytes_once_and_a_fused_kernel_reads_le
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 3000)), max_size=3), st.integers(0, 70),
-    st.integers(0, 4000), st.sampled_from([PRICES, bound_prices(KIVI, MODEL, GPU, "bfloat16", fused=True)]),
-)  # fmt: skip
+    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 3000)), max_size=3),
+    st.integers(0, 70),
+    st.integers(0, 4000),
+    st.sampled_from([PRICES, bound_prices(KIVI, MODEL, GPU, "bfloat16", fused=True)]),
+)
 def test_scalar_vector_and_repeated_times_are_equal(
     chunks: list[tuple[int, int]], decodes: int, context: int, prices: PackingPrices
 ) -> None:

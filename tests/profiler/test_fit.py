@@ -10,17 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from profiler.__main__ import build
-from profiler.attention_law import BatchLaw, batch_us, chunk_share_us, context_steps
-from profiler.decode_law import DecodeLaw
-from profiler.folds import folds
-from profiler.gemm_law import GemmLaw, curve_us, fit_gemm_law
-from profiler.hardware import load_hardware
-from profiler.holdout import held_out, summary
-from profiler.importers import import_profile
-from profiler.intervals import factors, half_widths
-from profiler.lattice import Lattice
-from profiler.profile import Profile
-from profiler.row_curves import RowCurve
+from profiler.judging.holdout import held_out, summary
+from profiler.measurements.importers import import_profile
+from profiler.measurements.profile import Profile
+from profiler.operators.fitting.error_factors import factors, half_widths
+from profiler.operators.fitting.folds import folds
+from profiler.operators.laws.decode_law import DecodeLaw
+from profiler.operators.laws.gemm_law import GemmLaw, curve_us, fit_gemm_law
+from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.row_curves import RowCurve
+from profiler.operators.laws.smooth_batch_law import BatchLaw, batch_us, chunk_share_us, context_steps
+from profiler.specs.hardware import load_hardware
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
@@ -164,8 +164,8 @@ def test_a_report_names_errors_region_noise_and_worst_cases(tmp_path: Path) -> N
 
 
 def test_a_fit_of_whole_iterations_has_a_report_too(tmp_path: Path) -> None:
-    from profiler.iteration_file import write_fit
-    from profiler.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit
+    from profiler.iterations.iteration_file import write_fit
+    from profiler.iterations.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit
 
     file = tmp_path / "cpu.json"
     bounds = Bounds(rows=64, sampled=8, chunks=1, tokens=64, prefix=0, decodes=8, context=128, context_total=1024)

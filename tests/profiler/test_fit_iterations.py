@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.fit_iterations import disagreement, fit_iterations, own_seconds, predicted_device_s
-from profiler.iteration_file import is_iteration_fit, read_fit, write_fit
-from profiler.iteration_model import IterationModel, _deviations
+from profiler.iterations.fit_iterations import disagreement, fit_iterations, own_seconds, predicted_device_s
+from profiler.iterations.iteration_file import is_iteration_fit, read_fit, write_fit
+from profiler.iterations.iteration_model import IterationModel, _deviations
+from profiler.iterations.machine_speed import phases_of
 from profiler.load import load_cost_model
-from profiler.machine_speed import phases_of
-from profiler.profile import Profile, chunk_text, make_profile
+from profiler.measurements.profile import Profile, chunk_text, make_profile
 
 LAW_NS = {"step": 400_000, "row": 20_000, "pair": 12, "decode": 30_000, "context": 300, "sampled": 40_000}
 
@@ -55,13 +55,26 @@ def profile_of(shapes: list[BatchShape], *, noise: float = 0.0, repeats: int = 3
         seconds = law_s(shape) * float(np.exp(noise * rng.standard_normal()))
         rows.append(
             {
-                "device": "box", "model": "nano", "dtype": "float32", "backend": "native", "operator": "iteration",
-                "rows": shape.rows, "chunks": chunk_text(shape.chunks), "decodes": shape.decodes,
-                "decode_context_total": shape.decode_context_total, "decode_context_max": shape.decode_context_max,
-                "sampled": shape.sampled, "repeats": 1, "outlier": 0, "median_s": seconds, "at_s": float(number),
-                "host_before_s": (300_000 + 9_000 * shape.decodes) / 1e9, "host_after_s": 12e-6, **extra,
+                "device": "box",
+                "model": "nano",
+                "dtype": "float32",
+                "backend": "native",
+                "operator": "iteration",
+                "rows": shape.rows,
+                "chunks": chunk_text(shape.chunks),
+                "decodes": shape.decodes,
+                "decode_context_total": shape.decode_context_total,
+                "decode_context_max": shape.decode_context_max,
+                "sampled": shape.sampled,
+                "repeats": 1,
+                "outlier": 0,
+                "median_s": seconds,
+                "at_s": float(number),
+                "host_before_s": (300_000 + 9_000 * shape.decodes) / 1e9,
+                "host_after_s": 12e-6,
+                **extra,
             }
-        )  # fmt: skip
+        )
     return make_profile(pd.DataFrame(rows), {"source": "test"})
 
 
@@ -209,7 +222,9 @@ def test_pairs_beyond_a_cache_have_a_price_of_their_own() -> None:
         expected = law_s(shape) * 1e9 + 6 * over(tokens, prefix)
         assert model.stage_ns(shape) == pytest.approx(expected, rel=0.01)
         assert model.stage_ns(shape) == model.predict_ns([shape])[0]
-        assert model.breakdown(shape).get("chunk_pairs_over_2048", 0) == pytest.approx(6 * over(tokens, prefix), rel=0.05)
+        assert model.breakdown(shape).get("chunk_pairs_over_2048", 0) == pytest.approx(
+            6 * over(tokens, prefix), rel=0.05
+        )
 
 
 def test_a_disturbed_measurement_is_cut_to_its_share_of_the_processor_unless_its_clock_stood_still() -> None:

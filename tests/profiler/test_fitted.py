@@ -14,21 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
-from profiler.compose import compose
+from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
-from profiler.device_fit import DeviceFit, fit_device
-from profiler.engine_terms import EngineTerms
 from profiler.errors import ProfileError
-from profiler.fitted import FittedModel, find_fitted
-from profiler.gemm_law import curve_us
-from profiler.hardware import load_hardware
-from profiler.importers import import_profile
 from profiler.load import load_cost_model
-from profiler.model_config import load_model_spec
-from profiler.model_file import read_model, write_model
-from profiler.row_curves import RowCurve
-from profiler.shapes import ShapeColumns
+from profiler.measurements.importers import import_profile
+from profiler.operators.compose import compose
+from profiler.operators.engine_terms import EngineTerms
+from profiler.operators.fitted_model import FittedModel, find_fitted
+from profiler.operators.fitting.device_fit import DeviceFit, fit_device
+from profiler.operators.fitting.model_file import read_model, write_model
+from profiler.operators.laws.gemm_law import curve_us
+from profiler.operators.laws.row_curves import RowCurve
+from profiler.specs.hardware import load_hardware
+from profiler.specs.model_config import load_model_spec
+from profiler.specs.shape_columns import ShapeColumns
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
@@ -404,8 +404,10 @@ def test_keys_of_small_batches_are_cold_in_an_engine() -> None:
     assert 1.05 < cold / warm < 2.0
     layer_bytes = batch.decode_context_total * 2 * spec.kv_heads * spec.head_dim * 2
     assert cold > spec.layers * layer_bytes / hardware.memory_bandwidth * 1e9 > 0.5 * warm
-    rtx = [compose(shipped("rtx4090"), spec, load_hardware("rtx4090"), terms=EngineTerms(cold_keys=on))
-           for on in (False, True)]  # fmt: skip
+    rtx = [
+        compose(shipped("rtx4090"), spec, load_hardware("rtx4090"), terms=EngineTerms(cold_keys=on))
+        for on in (False, True)
+    ]
     assert rtx[0].stage_ns(batch) == rtx[1].stage_ns(batch)
 
 
@@ -435,7 +437,9 @@ def test_a_name_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -
         assert "found suffix" in refused.err
 
 
-@pytest.mark.parametrize(("measured", "wanted", "as_measured_at"), [([15, 20], 16, 15), ([15, 20], 17, 20), ([28, 36], 32, 28)])
+@pytest.mark.parametrize(
+    ("measured", "wanted", "as_measured_at"), [([15, 20], 16, 15), ([15, 20], 17, 20), ([28, 36], 32, 28)]
+)
 def test_rows_of_one_tensor_core_tile_cost_alike(measured: list[int], wanted: int, as_measured_at: int) -> None:
     """16 rows fill one m16n8k16 tile as 15 do; 17 need a second one, as 20 do (RTX 4090: 929, 927 and 873 GB/s)."""
     law = shipped().gemm_law

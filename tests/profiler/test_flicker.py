@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from policies import BatchShape
-from profiler.flicker import Later, deviation, flicker_of
-from profiler.iteration_model import IterationModel
+from profiler.iterations.flicker import Later, deviation, flicker_of
+from profiler.iterations.iteration_model import IterationModel
 from tests.profiler.test_fit_iterations import model  # noqa: F401
 
 

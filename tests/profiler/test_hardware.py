@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from profiler.errors import ProfileError
-from profiler.hardware import hardware_names, load_hardware
+from profiler.specs.hardware import hardware_names, load_hardware
 
 TABLE = Path("../shared/data/hardware.csv")
 ROW_OF = {

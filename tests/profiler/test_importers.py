@@ -9,14 +9,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from policies.batch import BatchShape
-from profiler.compose import compose
-from profiler.device_fit import fit_device
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.hardware import load_hardware
-from profiler.importers import import_profile
-from profiler.model_config import load_model_spec
-from profiler.profile import Profile
+from profiler.measurements.importers import import_profile
+from profiler.measurements.profile import Profile
+from profiler.operators.compose import compose
+from profiler.operators.fitting.device_fit import fit_device
+from profiler.specs.hardware import load_hardware
+from profiler.specs.model_config import load_model_spec
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")

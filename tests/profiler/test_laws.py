@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiler.attention_cells import Axis, evaluated, polynomials
-from profiler.attention_fit import AttentionFit, fit_attention
-from profiler.attention_law import BatchLaw
-from profiler.dealt_grid import tabled
-from profiler.decode_law import DecodeLaw, fit_decode_law, split_by
-from profiler.hardware import load_hardware
-from profiler.importers import import_profile
-from profiler.lattice import Lattice
-from profiler.mixed_law import MixedLaw, dealt
-from profiler.prefill_law import PrefillLaw, dealt_steps, fit_prefill_law
+from profiler.measurements.importers import import_profile
+from profiler.operators.attention_cells import Axis, evaluated, polynomials
+from profiler.operators.fitting.attention_fit import AttentionFit, fit_attention
+from profiler.operators.fitting.tabled_mixed import tabled
+from profiler.operators.laws.decode_law import DecodeLaw, fit_decode_law, split_by
+from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.mixed_law import MixedLaw, dealt
+from profiler.operators.laws.prefill_law import PrefillLaw, dealt_steps, fit_prefill_law
+from profiler.operators.laws.smooth_batch_law import BatchLaw
+from profiler.specs.hardware import load_hardware
 
 DATA = Path(__file__).parents[3] / "shared/data/profiles"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
@@ -66,7 +66,7 @@ def test_streams_shared_out_evenly_are_split_from_the_second_step_on_while_they_
 
 
 def test_a_known_cache_is_not_fitted() -> None:
-    from profiler.decode_law import fit_decode_law
+    from profiler.operators.laws.decode_law import fit_decode_law
 
     decodes, context = (axis.ravel() for axis in np.meshgrid(2.0 ** np.arange(8), 2.0 ** np.arange(4, 15) - 1))
     truth = DecodeLaw(launch=10.0, wave=1.0, step=1.0, stream=0.15, warm=0.2, cache=97.0, slots=132, even=True)
@@ -97,8 +97,22 @@ def test_decodes_run_in_waves_until_memory_is_too_slow() -> None:
     assert warm.us([8, 8], [1000, 3000]).tolist() == pytest.approx([8 + 3.2, 8 + 19.2])
 
 
-MIXED = MixedLaw(launch=4.0, step=4.0, block=0.0, decode_block=0.0, empty=0.0, write=0.0, read=0.5, cache=165.0,
-                 apart=0.0, beside=0.0, slots=128, rows=64, stride=128, sharing=4)  # fmt: skip
+MIXED = MixedLaw(
+    launch=4.0,
+    step=4.0,
+    block=0.0,
+    decode_block=0.0,
+    empty=0.0,
+    write=0.0,
+    read=0.5,
+    cache=165.0,
+    apart=0.0,
+    beside=0.0,
+    slots=128,
+    rows=64,
+    stride=128,
+    sharing=4,
+)
 
 
 def test_kernels_that_split_nothing_step_by_their_own_stride_and_an_odd_wave_costs_more() -> None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from profiler.gemm_law import BETWEEN, GemmLaw, composed_curve, gemm_grid, misses, without_noise
-from profiler.learnt_gemms import ROWS, TABLE, WIDTHS, chosen, gemm_points, learnt_gemms
-from profiler.noise import gemm_floor, summary
-from profiler.row_curves import RowCurve
+from profiler.operators.fitting.learnt_gemms import ROWS, TABLE, WIDTHS, chosen, gemm_points, learnt_gemms
+from profiler.operators.fitting.noise_floor import gemm_floor, summary
+from profiler.operators.laws.gemm_law import BETWEEN, GemmLaw, composed_curve, gemm_grid, misses, without_noise
+from profiler.operators.laws.row_curves import RowCurve
 
 LAW = GemmLaw((0.8,) * 8, memory=0.8, launch_us=3.0, tile_us=0.0, sms=100, flops_per_us=300e6, bytes_per_us=2e6)
 MEASURED = np.array([1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512, 768, 1024, 1536, 2048.0])
@@ -41,7 +41,10 @@ def test_widths_and_row_counts_between_are_told_from_tiles_that_others_make() ->
         straight = learnt_gemms(LAW, measured(), ())
         plain = composed_curve(LAW, straight, gemm_grid(LAW, straight), "qkv", curve.n, curve.k)
         told = np.abs(curve.us / wanted - 1)
-        interpolated = np.abs(np.interp(curve.rows, plain.rows, misses(LAW, plain)) - np.log(wanted / LAW.us(curve.rows, curve.n, curve.k)))
+        interpolated = np.abs(
+            np.interp(curve.rows, plain.rows, misses(LAW, plain))
+            - np.log(wanted / LAW.us(curve.rows, curve.n, curve.k))
+        )
         assert told.mean() < interpolated.mean()
 
 
@@ -70,14 +73,19 @@ def test_counts_of_one_tile_are_repeats_and_larger_ones_are_not() -> None:
 
     calm = without_noise(measured(flips), LAW)
     for curve in calm:
-        assert curve.us[MEASURED == 4].item() == pytest.approx(float(LAW.us(4, curve.n, curve.k))), "2, 4 and 8 rows do equal work"
+        assert curve.us[MEASURED == 4].item() == pytest.approx(float(LAW.us(4, curve.n, curve.k))), (
+            "2, 4 and 8 rows do equal work"
+        )
         assert curve.us[MEASURED == 512].item() == pytest.approx(float(1.2 * LAW.us(512, curve.n, curve.k)))
 
 
 def test_the_noise_floor_is_the_noise_that_was_put_in() -> None:
     rng = np.random.default_rng(0)
     shapes = [(n, k) for n in WIDTHS_SEEN for k in (1024, 1536, 2048, 2560, 3072, 4096, 5120)]
-    noisy = [RowCurve("gemm", n, k, MEASURED, LAW.us(MEASURED, n, k) * np.exp(rng.normal(0, 0.03, len(MEASURED)))) for n, k in shapes]
+    noisy = [
+        RowCurve("gemm", n, k, MEASURED, LAW.us(MEASURED, n, k) * np.exp(rng.normal(0, 0.03, len(MEASURED))))
+        for n, k in shapes
+    ]
     floor = summary({"gemm": gemm_floor(LAW, noisy), "decode": np.zeros(0)})
     assert set(floor) == {"gemm median", "gemm p95"}
     assert floor["gemm median"] == pytest.approx(0.03 * 0.674, rel=0.1)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from profiler.folds import folds
-from profiler.learnt_grids import TABLE, Misses, chosen, densified, learnt, with_midpoints
+from profiler.operators.fitting.folds import folds
+from profiler.operators.fitting.learnt_grids import TABLE, Misses, chosen, densified, learnt, with_midpoints
 
 POWERS = 2.0 ** np.arange(10)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.model_config import load_model_spec, model_names
-from profiler.model_spec import ModelSpec
-from profiler.work import bytes_of, flops_of
+from profiler.specs.model_config import load_model_spec, model_names
+from profiler.specs.model_spec import ModelSpec
+from profiler.specs.useful_work import bytes_of, flops_of
 
 SHAPES = Path("../shared/data/model_shapes.csv")
 
@@ -260,7 +260,9 @@ def test_sizes_that_overflow_a_float_are_no_sizes() -> None:
     from dataclasses import replace
 
     for key in ("hidden", "intermediate", "layers", "vocab"):
-        with pytest.raises(ProfileError, match=f"{key}: found 1000000000000000000.*, expected a whole number of 1 to 2"):
+        with pytest.raises(
+            ProfileError, match=f"{key}: found 1000000000000000000.*, expected a whole number of 1 to 2"
+        ):
             replace(load_model_spec("nano"), **{key: 10**308})
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.plan import Point, make_plan, read_plan, unsure_points
-from profiler.region import Region, coordinates, distance
+from profiler.measurements.plan import Point, make_plan, read_plan, unsure_points
+from profiler.measurements.region import Region, coordinates, distance
 
 
 @st.composite

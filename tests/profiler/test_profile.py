@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.device_fit import fit_device
 from profiler.errors import ProfileError
-from profiler.hardware import load_hardware
-from profiler.profile import chunk_text, make_profile, parse_chunks, read_profile, write_profile
+from profiler.measurements.profile import chunk_text, make_profile, parse_chunks, read_profile, write_profile
+from profiler.operators.fitting.device_fit import fit_device
+from profiler.specs.hardware import load_hardware
 
 ROWS = pd.DataFrame(
     {

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
-from profiler.hardware import load_hardware
 from profiler.load import load_cost_model
-from profiler.model_config import load_model_spec
-from profiler.roofline import Roofline
-from profiler.roofline_constants import RooflineConstants
-from profiler.shapes import ShapeColumns
+from profiler.roofline.constants import RooflineConstants
+from profiler.roofline.roofline import Roofline
+from profiler.specs.hardware import load_hardware
+from profiler.specs.model_config import load_model_spec
+from profiler.specs.shape_columns import ShapeColumns
 
 # RooflineConstants of one make the hand calculations below short: nothing but FLOPs, bytes, tiles and waves.
 BARE = RooflineConstants(
@@ -182,7 +182,9 @@ def test_scalar_vector_and_repeated_forms_are_equal_and_sums_are_exact(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(ENGINES), shapes, st.integers(1, 40))
-def test_what_the_hot_path_asks_for_is_what_the_readable_forms_say(cost: Roofline, shape: BatchShape, steps: int) -> None:
+def test_what_the_hot_path_asks_for_is_what_the_readable_forms_say(
+    cost: Roofline, shape: BatchShape, steps: int
+) -> None:
     stages = range(cost.stages)
     assert cost.stages_ns(shape) == [(cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) for stage in stages]
     if cost.stages > 1:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
 from profiler import load_cost_model
 
 LAYERS = 32
@@ -89,9 +89,17 @@ def test_a_layer_costs_what_paper_and_pencil_say(tp: int, batch: str) -> None:
             assert parts["embedding"] > us / 2 * 1e3
         assert parts[name] / 1e3 / LAYERS == pytest.approx(us, rel=2e-4), name
     whole = sum(parts.values())
-    around = sum(parts.get(name, 0) for name in (
-        "host_before", "host_after", "embedding", "head", "sampling", "gather_logits",
-    ))  # fmt: skip
+    around = sum(
+        parts.get(name, 0)
+        for name in (
+            "host_before",
+            "host_after",
+            "embedding",
+            "head",
+            "sampling",
+            "gather_logits",
+        )
+    )
     assert (whole - around) / 1e3 / LAYERS == pytest.approx(sum(paper.values()), rel=2e-4)
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.batch import BatchShape
-from profiler.error_field import ErrorField
+from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.fitted import find_fitted
 from profiler.load import load_cost_model
-from profiler.model_file import read_model, write_model
-from profiler.profile import make_profile
-from profiler.spreads import LEVELS, Spread, likeness, measured_spreads
+from profiler.measurements.profile import make_profile
+from profiler.operators.drawn_errors import ErrorField
+from profiler.operators.fitted_model import find_fitted
+from profiler.operators.fitting.error_sizes import LEVELS, Spread, likeness, measured_spreads
+from profiler.operators.fitting.model_file import read_model, write_model
 
 KNOTS = np.array([1.0, 2, 4, 8, 16, 32, 64, 128, 256, 512])
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from simulator.advise import advise, draw_frontier
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.studies.advise import advise, draw_frontier
 from tests.simulator.constant_cost import trace_of
-from workloads.presets import PRESETS
+from workloads.generating.presets import PRESETS
 
 BASE = ReplayConfig(cost_model="roofline", gpu="a100")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from policies import BatchShape
 from profiler import load_hardware, load_model_spec
-from simulator.afd import Apart, AttentionFfnApart, Layer, attention_blocks, make_apart
 from simulator.config import ReplayConfig
-from simulator.engine import make_engine
+from simulator.replica.attention_ffn_apart import Apart, AttentionFfnApart, Layer, attention_blocks, make_apart
+from simulator.replica.replica_kind import make_engine
 from simulator.simulation import replay
 from tests.simulator.constant_cost import trace_of
 from workloads import generate
@@ -145,8 +145,8 @@ def test_numbers_may_come_as_text():
 
 def test_keys_and_values_and_their_links_belong_to_the_attention_group():
     """Llama-3.1-70B: 8 KV heads of 128 in 80 layers, two of them on each of 4 attention devices; blocks of 16 tokens."""
-    from simulator.disaggregation import port_bandwidth
-    from simulator.pools import ClusterPlan
+    from simulator.cluster.kv_transfer import port_bandwidth
+    from simulator.cluster.pools import ClusterPlan
     from simulator.provenance import run_config
 
     apart = engine(attention=4, ffn=2, ffn_gpu="h200")
@@ -158,7 +158,9 @@ def test_keys_and_values_and_their_links_belong_to_the_attention_group():
 
 
 def test_a_run_says_that_its_groups_were_measured_and_the_link_between_them_was_not():
-    run = replay(generate(requests=3), model="llama-3.1-8b", gpu="h100", cost_model="auto", afd={"attention": 1, "ffn": 1})
+    run = replay(
+        generate(requests=3), model="llama-3.1-8b", gpu="h100", cost_model="auto", afd={"attention": 1, "ffn": 1}
+    )
     assert run.config["calibrated"] is True
     assert "fitted llama-3.1-8b h100" in run.config["cost_model"]
     assert run.config["cost_model"].endswith("transfers by the link's specification")

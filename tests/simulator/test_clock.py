@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.chunked import Chunked
-from simulator.clock import VirtualTime
+from simulator.clock.moment import Moment
+from simulator.clock.virtual_time import VirtualTime
 from simulator.config import ReplayConfig
-from simulator.moment import Moment
 from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import Recorder
+from simulator.cluster.pools import make_cluster_plan, parse_pool
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.pools import make_cluster_plan, parse_pool
 from simulator.routers import router_names
 from simulator.simulation import replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -67,9 +67,13 @@ def test_sending_work_where_least_is_left_is_an_m_m_c_queue(servers, load):
     outputs = np.maximum(1, np.rint(rng.exponential(50, 8_000))).astype(int)
     trace = queue(servers * load, outputs, seed=7)
     result = run(
-        trace, ConstantCost(device_ns=20 * MS), replicas=servers, router="least_outstanding_tokens", max_num_seqs=1,
+        trace,
+        ConstantCost(device_ns=20 * MS),
+        replicas=servers,
+        router="least_outstanding_tokens",
+        max_num_seqs=1,
         num_blocks=100_000,
-    )  # fmt: skip
+    )
     waits = by_request(result, "admitted_s") - by_request(result, "arrival_s")
     mean, half = mean_and_half_width(waits[1000:])
     offered = servers * load
@@ -112,7 +116,12 @@ def test_replicas_that_complete_in_one_moment_do_so_by_number(leaps, long, short
     planned again by then if the answer ended on replica 1, replica 1 has not if it ended on replica 0."""
     outputs = {long: 50, short: 5}
     trace = trace_of([(0, 4, outputs[0]), (0, 4, outputs[1]), (0, 4, 1)])
-    trace = replace(trace, after_row=np.array([-1, -1, short]), think_ns=np.array([0, 0, 0]), session=[f"s{long}" if row == long else "other" for row in range(2)] + [f"s{long}"])
+    trace = replace(
+        trace,
+        after_row=np.array([-1, -1, short]),
+        think_ns=np.array([0, 0, 0]),
+        session=[f"s{long}" if row == long else "other" for row in range(2)] + [f"s{long}"],
+    )
     result = run(trace, ConstantCost(device_ns=S), replicas=2, router="session_affinity", leaps=leaps)
     assert by_request(result, "replica").tolist() == [0, 1, long]
     assert by_request(result, "admitted_s")[2] == admitted
@@ -124,8 +133,8 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
     """Looking first and settling afterwards give the same numbers."""
     from simpy import Environment
 
-    from simulator.moment import ARRIVAL, Moment
-    from simulator.replica import Replica
+    from simulator.clock.moment import ARRIVAL, Moment
+    from simulator.replica.running_ahead import Replica
     from simulator.simulation import make_engine
 
     trace = trace_of([(0, 4, output) for output in outputs])
@@ -138,9 +147,12 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
     def look(event):
         def seen():
             return (
-                replica.num_running, replica.num_waiting, replica.prefill_tokens, replica.decode_tokens_promised,
+                replica.num_running,
+                replica.num_waiting,
+                replica.prefill_tokens,
+                replica.decode_tokens_promised,
                 replica.free_blocks,
-            )  # fmt: skip
+            )
 
         before = seen()
         replica.settle()
@@ -166,9 +178,15 @@ def workloads(draw):
     trace = trace_of(requests)
     sessions = [session for *_, session in rows]
     return Trace(
-        "test", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
-        session=sessions, prefix_hashes=[tuple(range(int(n) // 16)) for n in trace.prompt_tokens], hash_tokens=16,
-    )  # fmt: skip
+        "test",
+        trace.arrival_ns,
+        trace.prompt_tokens,
+        trace.output_tokens,
+        trace.max_output_tokens,
+        session=sessions,
+        prefix_hashes=[tuple(range(int(n) // 16)) for n in trace.prompt_tokens],
+        hash_tokens=16,
+    )
 
 
 def check_conservation(trace, result):
@@ -236,7 +254,7 @@ def test_among_unequal_pools_a_request_goes_where_it_can_run(router, leaps):
 
 IDLE = """
 from dataclasses import dataclass
-from policies.policy import Policy
+from policies.contract.policy import Policy
 
 @dataclass(frozen=True)
 class Idle(Policy):

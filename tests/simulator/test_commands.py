@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from policies.registry import BUILT_IN
+from simulator.commands.options import read_config_file
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.options import read_config_file
 from simulator.simulation import replay as replay_trace
 from tests.hardening.command_line import assert_refused
 from tests.hardening.command_line import run as run_command
@@ -41,7 +41,9 @@ def trace(tmp_path):
 
 
 def test_json_is_all_that_json_prints(trace, tmp_path):
-    done = simulator("replay", trace, "--json", "--policy", "vllm_v1", "--async", "--cost-model", "roofline", cwd=tmp_path)
+    done = simulator(
+        "replay", trace, "--json", "--policy", "vllm_v1", "--async", "--cost-model", "roofline", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads(done.stdout)
     assert (summary["requests"], summary["finished"], summary["policy"]) == (3, 3, "vllm_v1")
@@ -90,7 +92,9 @@ def test_a_setting_of_a_runs_config_that_was_changed_where_nothing_reads_it_is_r
     if refused is None:
         assert replay.items() <= read_config_file(tmp_path / "run").items()
         return
-    with pytest.raises(SimulationError, match=rf"{refused} was changed outside the table `replay`, which alone is read"):
+    with pytest.raises(
+        SimulationError, match=rf"{refused} was changed outside the table `replay`, which alone is read"
+    ):
         read_config_file(tmp_path / "run")
 
 
@@ -105,7 +109,10 @@ def _ran(trace, out):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("chunk_size = 3\n[knobs]\nchunk_size = 4\n", "found chunk_size 3 and knobs.chunk_size 4, expected one of them"),
+        (
+            "chunk_size = 3\n[knobs]\nchunk_size = 4\n",
+            "found chunk_size 3 and knobs.chunk_size 4, expected one of them",
+        ),
         ("max-num-seqs = 3\nmax_num_seqs = 4\n", "found 'max_num_seqs' twice, as max_num_seqs and max-num-seqs"),
     ],
 )
@@ -114,7 +121,9 @@ def test_a_setting_that_stands_twice_in_a_file_is_refused(trace, tmp_path, packa
     assert words in assert_refused(run_command(package, "replay", trace, "--config", tmp_path / "run.toml"))
 
 
-def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_folder(trace, tmp_path, monkeypatch, capsys):
+def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_folder(
+    trace, tmp_path, monkeypatch, capsys
+):
     beside = tmp_path / "beside"
     beside.mkdir()
     (beside / "run.toml").write_text('trace = "mine.csv"\npolicy = "p.py:Mine"\ngpu = "h100"\n')
@@ -127,16 +136,28 @@ def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_fol
     (beside / "p.py").touch()
     assert capsys.readouterr().err == ""
     assert read_config_file(beside / "run.toml")["policy"] == f"{beside / 'p.py'}:Mine"
-    assert capsys.readouterr().err.startswith("note: p.py is the one beside the settings file, not the one in the working")
+    assert capsys.readouterr().err.startswith(
+        "note: p.py is the one beside the settings file, not the one in the working"
+    )
     monkeypatch.chdir(beside)
     assert read_config_file(Path("run.toml"))["trace"] == "mine.csv", "named alike from both"
 
 
 def test_compare_gives_each_policy_the_knobs_that_it_has(trace, tmp_path):
     done = simulator(
-        "compare", trace, "--policies", "chunked,vllm_v1", "--chunk-size", "64", "--json", "--cost-model", "roofline",
-        "--out", "runs", cwd=tmp_path,
-    )  # fmt: skip
+        "compare",
+        trace,
+        "--policies",
+        "chunked,vllm_v1",
+        "--chunk-size",
+        "64",
+        "--json",
+        "--cost-model",
+        "roofline",
+        "--out",
+        "runs",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == {"chunked", "vllm_v1"}
     assert json.loads((tmp_path / "runs/chunked/config.json").read_text())["knobs"]["chunk_size"] == 64
@@ -155,9 +176,15 @@ def test_classes_have_objectives_and_summaries_of_their_own(tmp_path):
     assert summary["slo_attainment"] == 0.5
     shown = subprocess.run(
         [sys.executable, "-m", "metrics", "show", "run", "--by", "slo", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert {name: row["slo_attainment"] for name, row in json.loads(shown.stdout).items()} == {"batch": 0.0, "chat": 1.0}
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert {name: row["slo_attainment"] for name, row in json.loads(shown.stdout).items()} == {
+        "batch": 0.0,
+        "chat": 1.0,
+    }
 
 
 def test_an_overloaded_run_says_so(tmp_path):
@@ -212,7 +239,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(trace, tmp_path, arguments, wo
         ("advise", ("--async",), "--async: advise finds the policy"),
         ("advise", ("--align", "pad"), "--align: advise finds the policy"),
     ],
-)  # fmt: skip
+)
 def test_a_flag_of_another_command_is_named_and_advise_ignores_none(trace, command, arguments, words):
     assert words in assert_refused(run_command("simulator", command, trace, *arguments))
 
@@ -225,7 +252,9 @@ def test_bounds_too_long_to_be_seconds_are_doubted(trace):
         "note: SLO: ttft_p99=2000 is 2,000 seconds; if milliseconds are meant, write ttft_p99=2",
         "note: SLO: tbt_p99=200 is 200 seconds; if milliseconds are meant, write tbt_p99=0.2",
     ]
-    assert run_command("simulator", *flags, "chat:tpot_mean=50;batch:ttft_p99=60,e2e_max=3600").err.count("note: SLO") == 1
+    assert (
+        run_command("simulator", *flags, "chat:tpot_mean=50;batch:ttft_p99=60,e2e_max=3600").err.count("note: SLO") == 1
+    )
     assert run_command("simulator", *flags, "ttft_p99=2,tbt_p99=0.2").err == ""
 
 
@@ -247,7 +276,10 @@ def test_listed_rules_and_knobs_keep_their_indent_over_lines(monkeypatch):
 
 def test_a_warm_up_of_all_requests_and_a_timeline_after_the_end_say_so(trace, tmp_path):
     flags = ("replay", trace, "--cost-model", "roofline")
-    assert "chunked: nothing was measured: all 3 requests are warm-up" in run_command("simulator", *flags, "--warmup", "3").out
+    assert (
+        "chunked: nothing was measured: all 3 requests are warm-up"
+        in run_command("simulator", *flags, "--warmup", "3").out
+    )
     assert "nothing was measured" not in run_command("simulator", *flags, "--warmup", "2").out
     ended = run_command("simulator", *flags, "--timeline", "500:600", "--out", tmp_path / "run")
     assert ended.err == "note: timeline: nothing ran from 500 s on: the run ended at 1.5 s\n"
@@ -256,27 +288,58 @@ def test_a_warm_up_of_all_requests_and_a_timeline_after_the_end_say_so(trace, tm
 
 
 def test_settings_and_runs_given_as_a_trace_are_told_where_they_belong(trace, tmp_path):
-    assert run_command("simulator", "replay", trace, "--cost-model", "roofline", "--out", tmp_path / "all/run").code == 0
+    assert (
+        run_command("simulator", "replay", trace, "--cost-model", "roofline", "--out", tmp_path / "all/run").code == 0
+    )
     (tmp_path / "sweep.toml").write_text("[trace]\nrequests = 3\n")
     for given, words in (
-        ("all/run/config.json", "one JSON object over several lines, expected one request per line; settings and a run's "),
+        (
+            "all/run/config.json",
+            "one JSON object over several lines, expected one request per line; settings and a run's ",
+        ),
         ("sweep.toml", "found a TOML file, expected a file of requests; settings go to --config"),
-        ("all/run", f"found a folder, expected a file of requests; those of a run are {tmp_path / 'all/run/requests.parquet'}"),
+        (
+            "all/run",
+            f"found a folder, expected a file of requests; those of a run are {tmp_path / 'all/run/requests.parquet'}",
+        ),
     ):
         assert words in assert_refused(run_command("simulator", "replay", tmp_path / given))
-    assert "is no run folder but holds some: run; name one, as" in assert_refused(run_command("metrics", "show", tmp_path / "all"))
+    assert "is no run folder but holds some: run; name one, as" in assert_refused(
+        run_command("metrics", "show", tmp_path / "all")
+    )
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\x00\x01\x02\xff" * 50, b"arrival,prompt,output\n0,-5,5\n", b"arrival,prompt,output\n0,0,5\n",
-        b"arrival,prompt,output\n0,,5\n", b"arrival,prompt,output\n0,many,5\n", b"arrival,prompt,output\n0,nan,5\n",
-        b"arrival,prompt,output\n0,1e30,5\n", b"arrival,prompt,output\n5,10,5\n1,10,5\n", b"0,10,5\n1,10,5\n",
-        b"arrival,prompt,prompt,output\n0,10,10,5\n", b'{"timestamp": 0, "input_length": 10, "output_le',
+        b"",
+        b"\x00\x01\x02\xff" * 50,
+        b"arrival,prompt,output\n0,-5,5\n",
+        b"arrival,prompt,output\n0,0,5\n",
+        b"arrival,prompt,output\n0,,5\n",
+        b"arrival,prompt,output\n0,many,5\n",
+        b"arrival,prompt,output\n0,nan,5\n",
+        b"arrival,prompt,output\n0,1e30,5\n",
+        b"arrival,prompt,output\n5,10,5\n1,10,5\n",
+        b"0,10,5\n1,10,5\n",
+        b"arrival,prompt,prompt,output\n0,10,10,5\n",
+        b'{"timestamp": 0, "input_length": 10, "output_le',
     ],
-    ids=["empty", "binary", "negative", "zero", "missing", "text", "nan", "1e30", "unsorted", "headless", "twice", "cut"],
-)  # fmt: skip
+    ids=[
+        "empty",
+        "binary",
+        "negative",
+        "zero",
+        "missing",
+        "text",
+        "nan",
+        "1e30",
+        "unsorted",
+        "headless",
+        "twice",
+        "cut",
+    ],
+)
 def test_a_bad_trace_is_one_line_that_names_the_file(tmp_path, content):
     path = tmp_path / "bad.csv"
     path.write_bytes(content)
@@ -286,7 +349,9 @@ def test_a_bad_trace_is_one_line_that_names_the_file(tmp_path, content):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.encode()[:-1]])
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf" + GOOD.encode(), GOOD.replace("\n", "\r\n").encode(), GOOD.encode()[:-1]]
+)
 def test_a_byte_order_mark_crlf_and_a_missing_last_newline_are_fine(tmp_path, content):
     path = tmp_path / "fine.csv"
     path.write_bytes(content)

@@ -19,9 +19,9 @@ import hashlib
 from random import Random
 
 from metrics import Recorder
-from metrics.columns import TABLES
+from metrics.run_folder.columns import TABLES
 from policies import BatchShape
-from policies.compiling import how_built
+from policies.edges.compiling import how_built
 from profiler import load_cost_model
 from simulator.config import ReplayConfig
 from simulator.simulation import make_cluster_plan, simulate
@@ -82,7 +82,9 @@ def test_a_compiled_build_makes_the_same_tables(tmp_path):
         pytest.importorskip(package)
         found = tuple(int(part) for part in version(package).split(".")[: len(least)])
         if found < least:
-            pytest.skip(f"{package} {version(package)} is too old to compile with: {'.'.join(map(str, least))} is needed")
+            pytest.skip(
+                f"{package} {version(package)} is too old to compile with: {'.'.join(map(str, least))} is needed"
+            )
     if importlib.util.find_spec("mypyc") is None:
         pytest.skip("this mypy has no compiler: pip install 'mypy[mypyc]'")
     if shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.cluster.pools import make_cluster_plan, parse_pool
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.pools import make_cluster_plan, parse_pool
 from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 from tests.simulator.test_cluster import by_request, check_conservation, workloads
@@ -24,9 +24,11 @@ def run(trace, *pools, cost=None, seconds_per_1000_tokens=1.0, latency=0.5, **op
     """A link that carries 1000 tokens of KV in the given time."""
     options.setdefault("num_blocks", 1000)
     config = ReplayConfig(
-        pools=pools or (PREFILL, DECODE), kv_bandwidth=1000 * TOKEN_BYTES / seconds_per_1000_tokens,
-        kv_latency_s=latency, **options,
-    )  # fmt: skip
+        pools=pools or (PREFILL, DECODE),
+        kv_bandwidth=1000 * TOKEN_BYTES / seconds_per_1000_tokens,
+        kv_latency_s=latency,
+        **options,
+    )
     return replay(trace, config, cost=cost or ConstantCost(device_ns=S))
 
 
@@ -99,7 +101,9 @@ def test_blocks_of_a_prompt_under_way_are_not_given_to_the_next():
 def test_a_request_that_no_decode_replica_could_hold_is_rejected_at_once():
     result = run(trace_of([(0, 1000, 4)]), PREFILL, {**DECODE, "num_blocks": 40}, **BIG)
     assert result.tables.column("requests", "status").tolist() == ["rejected"]
-    assert result.tables.column("requests", "reason").tolist() == ["decode pool: needs 63 KV blocks, the pool has 40, 1 of them kept free by the watermark"]
+    assert result.tables.column("requests", "reason").tolist() == [
+        "decode pool: needs 63 KV blocks, the pool has 40, 1 of them kept free by the watermark"
+    ]
 
 
 def test_a_client_may_go_while_its_kv_is_on_the_way():
@@ -171,9 +175,15 @@ def test_nothing_is_lost_between_pools(
         trace,
         {"role": "prefill", "replicas": prefills, "num_blocks": room},
         {"role": "decode", "replicas": decodes, "num_blocks": decode_room},
-        cost=COST, seconds_per_1000_tokens=40.0, latency=0.01, block_size=4, policy=policy, layerwise_kv=layerwise,
-        failures=deaths, on_failure=on_failure,
-    )  # fmt: skip
+        cost=COST,
+        seconds_per_1000_tokens=40.0,
+        latency=0.01,
+        block_size=4,
+        policy=policy,
+        layerwise_kv=layerwise,
+        failures=deaths,
+        on_failure=on_failure,
+    )
     summary = check_conservation(trace, result)
     if not deaths and not impatient:
         assert summary["finished"] + summary["rejected"] == len(trace)
@@ -184,8 +194,14 @@ def test_who_has_a_first_token_is_not_turned_away_where_it_decodes(layerwise):
     """Rung `reject` is about the wait for a first token, and a decode replica gets requests that have theirs."""
     trace = trace_of([(row / 4, 100, 30) for row in range(20)])
     result = run(
-        trace, {**PREFILL, "replicas": 2}, DECODE, ladder="all", max_wait_s=1.0, num_blocks=60, layerwise_kv=layerwise,
-    )  # fmt: skip
+        trace,
+        {**PREFILL, "replicas": 2},
+        DECODE,
+        ladder="all",
+        max_wait_s=1.0,
+        num_blocks=60,
+        layerwise_kv=layerwise,
+    )
     ends = result.tables.table("requests").to_pylist()
     assert {end["status"] for end in ends} == {"finished", "rejected"}
     assert {end["output_tokens"] for end in ends if end["status"] == "rejected"} == {0}
@@ -195,9 +211,15 @@ def test_a_policy_that_reserves_answers_finds_them_reserved_when_the_kv_arrives(
     """Orca reserves 33 blocks of 52 for each: one request at a time is sent, decoded, and never computed again (it could
     not be: a prompt of 100 tokens is taken whole, and the budget is 64)."""
     result = run(
-        trace_of([(0, 100, 30)] * 20), PREFILL, {**DECODE, "policy": "orca", "num_blocks": 52}, token_budget=64,
-        block_size=4, num_blocks=400, seconds_per_1000_tokens=0.01, latency=0.0,
-    )  # fmt: skip
+        trace_of([(0, 100, 30)] * 20),
+        PREFILL,
+        {**DECODE, "policy": "orca", "num_blocks": 52},
+        token_budget=64,
+        block_size=4,
+        num_blocks=400,
+        seconds_per_1000_tokens=0.01,
+        latency=0.0,
+    )
     assert set(result.tables.column("requests", "status")) == {"finished"}
     iterations = result.tables.table("iterations").to_pydict()
     decoding = [rows for rows, replica in zip(iterations["decodes"], iterations["replica"]) if replica == 1]
@@ -211,8 +233,12 @@ def test_a_request_that_gave_way_comes_back_before_a_new_pull(leaps):
     B's own blocks until 74.5 s. Then 9 blocks are free: 6 for A, which waits longest, and 3 for C, 73.5 s after its
     prompt ended."""
     result = run(
-        trace_of([(0, 16, 100), (0, 64, 10), (0, 32, 10)]), PREFILL, {**DECODE, "num_blocks": 10, "max_num_seqs": 1},
-        seconds_per_1000_tokens=1e-6, leaps=leaps, **BIG,
-    )  # fmt: skip
+        trace_of([(0, 16, 100), (0, 64, 10), (0, 32, 10)]),
+        PREFILL,
+        {**DECODE, "num_blocks": 10, "max_num_seqs": 1},
+        seconds_per_1000_tokens=1e-6,
+        leaps=leaps,
+        **BIG,
+    )
     assert by_request(result, "finished_s")[1] == pytest.approx(74.5)
     assert result.config["cluster"]["kv"]["wait_s_mean"] == pytest.approx(73.5 / 3)

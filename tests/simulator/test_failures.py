@@ -26,9 +26,14 @@ def alike(rows):
     """A trace whose prompts are the same text."""
     trace = trace_of(rows)
     return type(trace)(
-        "alike", trace.arrival_ns, trace.prompt_tokens, trace.output_tokens, trace.max_output_tokens,
-        prefix_hashes=[(1, 2, 3, 4)] * len(rows), hash_tokens=16,
-    )  # fmt: skip
+        "alike",
+        trace.arrival_ns,
+        trace.prompt_tokens,
+        trace.output_tokens,
+        trace.max_output_tokens,
+        prefix_hashes=[(1, 2, 3, 4)] * len(rows),
+        hash_tokens=16,
+    )
 
 
 def lives(result):
@@ -155,7 +160,11 @@ def test_a_drained_replica_is_there_until_its_last_batch_is_over():
     """Planning ahead, it computes a token beyond an end that only the answer knew: 5 tokens by 5 s, a sixth until 6."""
     trace = trace_of([(0, 4, 50), (0, 4, 5)])
     trace = replace(trace, max_output_tokens=np.array([50, 9]))
-    options = {"policy": "vllm_v1", "knobs": {"async_scheduling": True}, "autoscale": {**GROW, "interval_s": 2, "running_low": 3, "patience_s": 0}}
+    options = {
+        "policy": "vllm_v1",
+        "knobs": {"async_scheduling": True},
+        "autoscale": {**GROW, "interval_s": 2, "running_low": 3, "patience_s": 0},
+    }
     result = run(trace, replicas=2, router="round_robin", **options)
     assert lives(result)[1] == (1, 0, 0, 6)
     assert result.tables.frame("iterations").query("replica == 1")["end_s"].max() == 6
@@ -165,7 +174,9 @@ def test_a_drained_replica_is_there_until_its_last_batch_is_over():
 def test_a_controller_looks_before_what_ends_in_the_same_moment(leaps):
     """Two wait behind one that ends as the controller looks: both are seen, however the iterations were walked."""
     trace = trace_of([(0, 4, 5), (0, 4, 5), (0, 4, 5)])
-    result = run(trace, max_num_seqs=1, leaps=leaps, autoscale={**GROW, "queue_high": 1, "interval_s": 5, "startup_s": 0})
+    result = run(
+        trace, max_num_seqs=1, leaps=leaps, autoscale={**GROW, "queue_high": 1, "interval_s": 5, "startup_s": 0}
+    )
     assert lives(result)[:2] == [(0, 0, 0, None), (1, 5, 5, None)]
 
 

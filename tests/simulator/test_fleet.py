@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import Recorder
-from metrics.columns import TABLES
-from simulator import fleet, simulation
-from simulator.clock import VirtualTime
+from metrics.run_folder.columns import TABLES
+from simulator import simulation
+from simulator.clock.virtual_time import VirtualTime
+from simulator.cluster import in_own_time as fleet
+from simulator.cluster.in_own_time import LeastOf
+from simulator.cluster.pools import make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.fleet import LeastOf
-from simulator.pools import make_cluster_plan
 from simulator.routers import Load, router_names
 from simulator.simulation import simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -105,19 +106,30 @@ FAILURES = st.lists(
 
 
 @given(
-    traces(), st.sampled_from(ROUTERS), st.sampled_from([*POLICIES, *OTHERS]), st.integers(2, 5), FAILURES, st.booleans(),
-    st.sampled_from([40, 17]), st.booleans(),
+    traces(),
+    st.sampled_from(ROUTERS),
+    st.sampled_from([*POLICIES, *OTHERS]),
+    st.integers(2, 5),
+    FAILURES,
+    st.booleans(),
+    st.sampled_from([40, 17]),
+    st.booleans(),
     st.sampled_from([0, 4]),
-)  # fmt: skip
+)
 @settings(max_examples=300, deadline=None)
 def test_replicas_in_their_own_time_write_the_rows_of_replicas_side_by_side(
     files, trace, router, policy, replicas, failures, requeue, num_blocks, floored, few
 ):
     name, knobs = router
     options = {
-        **policy, "replicas": replicas, "router": files.get(name, name), "router_knobs": knobs, "failures": failures,
-        "on_failure": "requeue" if requeue else "fail", "num_blocks": num_blocks,
-    }  # fmt: skip
+        **policy,
+        "replicas": replicas,
+        "router": files.get(name, name),
+        "router_knobs": knobs,
+        "failures": failures,
+        "on_failure": "requeue" if requeue else "fail",
+        "num_blocks": num_blocks,
+    }
     tables, cluster, apart = run(trace, floored=floored, few=few, **options)
     assert apart != (name in ("round_robin", "random") and not failures), "those take turns"
     for other, other_cluster, other_apart in (run(trace, apart=False, **options), run(trace, leaps=False, **options)):
@@ -143,7 +155,7 @@ def test_unequal_pools_agree_and_every_end_is_told_once():
     options = {
         "pools": ({"policy": "chunked", "replicas": 2}, {"policy": "orca", "num_blocks": 60, "replicas": 2}),
         "router": "least_kv",
-    }  # fmt: skip
+    }
     tables, cluster, apart = run(CROWD, **options)
     other, _, _ = run(CROWD, apart=False, **options)
     assert apart
@@ -154,9 +166,14 @@ def test_unequal_pools_agree_and_every_end_is_told_once():
 
 def test_what_joins_replicas_keeps_them_side_by_side():
     closed = Trace(
-        "closed", CROWD.arrival_ns, CROWD.prompt_tokens, CROWD.output_tokens, CROWD.max_output_tokens,
-        after_row=np.array([-1] * 40 + list(range(40))), think_ns=np.full(80, 1_000_000_000),
-    )  # fmt: skip
+        "closed",
+        CROWD.arrival_ns,
+        CROWD.prompt_tokens,
+        CROWD.output_tokens,
+        CROWD.max_output_tokens,
+        after_row=np.array([-1] * 40 + list(range(40))),
+        think_ns=np.full(80, 1_000_000_000),
+    )
     assert not run(closed, replicas=3)[2], "an answer makes the next request arrive"
     assert not run(CROWD, replicas=3, autoscale={"most": 4})[2]
     assert not run(CROWD, replicas=1)[2]

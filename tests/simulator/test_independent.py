@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import Recorder
-from metrics.columns import TABLES
-from simulator import independent, simulation
+from metrics.run_folder.columns import TABLES
+from simulator import simulation
+from simulator.cluster import in_turn as independent
+from simulator.cluster.pools import make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.pools import make_cluster_plan
 from simulator.simulation import simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
 from workloads import Trace
@@ -48,15 +49,23 @@ POLICIES = [
 
 def cost_of(stages):
     return ConstantCost(
-        S // 3, per_row_ns=1_000_003, per_context_ns=10_007, before_ns=50_000, after_ns=777, transfer_ns=9_001,
-        stages=stages, tile=8,
-    )  # fmt: skip
+        S // 3,
+        per_row_ns=1_000_003,
+        per_context_ns=10_007,
+        before_ns=50_000,
+        after_ns=777,
+        transfer_ns=9_001,
+        stages=stages,
+        tile=8,
+    )
 
 
 @st.composite
 def traces(draw):
     """Arrivals whole seconds apart or at once, so that moments meet; sessions, prefixes, clients that give up."""
-    row = st.tuples(st.sampled_from([0, 0, 1, 2, 9]), st.integers(1, 60), st.integers(1, 40), st.sampled_from([None, "a", "b"]))
+    row = st.tuples(
+        st.sampled_from([0, 0, 1, 2, 9]), st.integers(1, 60), st.integers(1, 40), st.sampled_from([None, "a", "b"])
+    )
     gaps, prompts, outputs, sessions = zip(*draw(st.lists(row, min_size=1, max_size=16)))
     trace = trace_of(list(zip(np.cumsum(gaps).tolist(), prompts, outputs)))
     if draw(st.booleans()):
@@ -115,7 +124,7 @@ def test_unequal_pools_and_records_that_are_streamed_agree_too(tmp_path):
     options = {
         "pools": ({"policy": "chunked", "replicas": 2}, {"policy": "orca", "num_blocks": 60, "replicas": 1}),
         "router": "round_robin",
-    }  # fmt: skip
+    }
     tables, _, in_turn = run(CROWD, Recorder(part_rows=7, stream_to=tmp_path), **options)
     other, _ = side_by_side(CROWD, **options)
     assert in_turn
@@ -155,14 +164,21 @@ def test_what_joins_replicas_keeps_them_side_by_side(joined):
 def test_an_answer_that_makes_a_request_arrive_keeps_them_side_by_side():
     """Whose turn it is depends on which answer ends first."""
     closed = Trace(
-        "closed", CROWD.arrival_ns, CROWD.prompt_tokens, CROWD.output_tokens, CROWD.max_output_tokens,
-        after_row=np.array([-1] * 30 + list(range(30))), think_ns=np.full(60, S),
-    )  # fmt: skip
+        "closed",
+        CROWD.arrival_ns,
+        CROWD.prompt_tokens,
+        CROWD.output_tokens,
+        CROWD.max_output_tokens,
+        after_row=np.array([-1] * 30 + list(range(30))),
+        think_ns=np.full(60, S),
+    )
     assert not run(closed, replicas=3, router="round_robin")[2]
 
 
 def test_a_router_that_looks_although_it_says_it_does_not_is_one_clear_line(tmp_path):
     file = tmp_path / "peeping.py"
-    file.write_text(BY_SESSION.replace("name = request.session", "return min(replicas, key=lambda one: one.num_requests)"))
+    file.write_text(
+        BY_SESSION.replace("name = request.session", "return min(replicas, key=lambda one: one.num_requests)")
+    )
     with pytest.raises(SimulationError, match="router BySession says that it is oblivious, but looked"):
         run(CROWD, replicas=3, router=f"{file}:BySession")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from policies.batch import BatchShape
+from policies.work.batch import BatchShape
+from simulator.cluster.pools import make_cluster_plan
+from simulator.commands.printing import print_intervals
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.intervals import Interval, Prediction, predict_intervals
-from simulator.pools import make_cluster_plan
-from simulator.printing import print_intervals
+from simulator.studies.prediction_intervals import Interval, Prediction, predict_intervals
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 TRACE = trace_of([(0.2 * i, 300, 10) for i in range(30)])
@@ -30,7 +30,7 @@ class UnsureCost(ConstantCost):
 def test_the_interval_is_that_of_the_drawn_costs(monkeypatch):
     """An empty engine's gap between tokens is the iteration: its 90 % interval is that of the factor, 0.91 to 1.09."""
     cost = UnsureCost(device_ns=10_000_000)
-    import simulator.intervals as intervals
+    import simulator.studies.prediction_intervals as intervals
 
     monkeypatch.setattr(intervals, "make_cluster_plan", lambda config, trace: make_cluster_plan(config, trace, cost))
     found = predict_intervals(TRACE, ReplayConfig(num_blocks=1000), 60)["tbt_s_p50"]
@@ -42,12 +42,13 @@ def test_the_interval_is_that_of_the_drawn_costs(monkeypatch):
 
 
 def test_the_table_has_units_and_marks_a_prediction_outside_of_its_interval(monkeypatch, capsys):
-    import simulator.intervals as intervals
+    import simulator.studies.prediction_intervals as intervals
 
     found = {
-        "ttft_s_p50": Interval(0.0123, 0.011, 0.0141, 0.0125), "inside_share": Interval(0.5, 0.6, 0.7, 0.65),
+        "ttft_s_p50": Interval(0.0123, 0.011, 0.0141, 0.0125),
+        "inside_share": Interval(0.5, 0.6, 0.7, 0.65),
         "finished": Interval(9.0, 9.0, 9.0, 9.0),
-    }  # fmt: skip
+    }
     summary = {"cost_model": "fitted [x]", "calibrated": True, "inside_share": 0.5}
     monkeypatch.setattr(intervals, "predict", lambda *arguments: Prediction(summary, found))
     print_intervals(TRACE, ReplayConfig(), 20, as_json=False)

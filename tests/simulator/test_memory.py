@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.errors import PolicyError
+from policies.edges.errors import PolicyError
 from simulator.config import ReplayConfig
-from simulator.engine import make_engine
 from simulator.errors import SimulationError
-from simulator.host_memory import HostLink
+from simulator.replica.host_link import HostLink
+from simulator.replica.replica_kind import make_engine
 from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
@@ -99,7 +99,9 @@ def test_what_a_preempted_request_finds_of_its_own_is_no_hit():
 BURST = [(0.001 * row, 100_000, 40) for row in range(50)] + [(5 + row, 200, 100) for row in range(30)]
 
 
-@pytest.mark.parametrize("ladder", ["none", "preempt", "preempt,plain", "preempt,offload", "preempt,oversubscribe", "all"])
+@pytest.mark.parametrize(
+    "ladder", ["none", "preempt", "preempt,plain", "preempt,offload", "preempt,oversubscribe", "all"]
+)
 def test_a_burst_of_very_long_prompts_loses_nobody(ladder):
     trace = trace_of(BURST)
     cost = ConstantCost(device_ns=5_000_000, per_row_ns=20_000)
@@ -129,9 +131,18 @@ def test_a_prompt_begun_by_plain_batches_is_ended_by_them(policy):
     """Policies that know whole prompts only would leave the half of it lying there for ever."""
     trace = trace_of([(0, 58, 6), (0, 72, 4)])
     result = run(
-        trace, ConstantCost(device_ns=S, stages=2), policy=policy, pp=2, ladder="preempt,plain", num_blocks=40, block_size=4,
-        trouble_from=0.3, plain_tokens=10, max_num_seqs=2, token_budget=80,
-    )  # fmt: skip
+        trace,
+        ConstantCost(device_ns=S, stages=2),
+        policy=policy,
+        pp=2,
+        ladder="preempt,plain",
+        num_blocks=40,
+        block_size=4,
+        trouble_from=0.3,
+        plain_tokens=10,
+        max_num_seqs=2,
+        token_budget=80,
+    )
     assert result.summary["finished"] == 2
     assert result.summary["plain_plans"] > 0
 
@@ -139,7 +150,10 @@ def test_a_prompt_begun_by_plain_batches_is_ended_by_them(policy):
 def test_whoever_is_held_back_is_counted_once_however_often_the_policy_asks():
     """Nine wait behind one another for memory that longest answers could need; a leap asks less often than plans do."""
     trace = trace_of([(0, 16, 100)] * 10)
-    held = [run(trace, num_blocks=8, watermark=0.0, ladder="none", leaps=leaps).summary["held_back"] for leaps in (True, False)]
+    held = [
+        run(trace, num_blocks=8, watermark=0.0, ladder="none", leaps=leaps).summary["held_back"]
+        for leaps in (True, False)
+    ]
     assert held == [9, 9]
 
 
@@ -163,9 +177,15 @@ def test_a_batch_that_outgrows_what_was_counted_on_gives_way(pp):
     stand still without a block."""
     trace = replace(trace_of([(0, 16, 4)] * 4 + [(100, 16, 64)] * 4), max_output_tokens=np.full(8, 64))
     summary = run(
-        trace, ConstantCost(device_ns=S, stages=pp), policy="request_level", num_blocks=8, block_size=16, pp=pp,
-        ladder="preempt,oversubscribe", watermark=0.0,
-    ).summary  # fmt: skip
+        trace,
+        ConstantCost(device_ns=S, stages=pp),
+        policy="request_level",
+        num_blocks=8,
+        block_size=16,
+        pp=pp,
+        ladder="preempt,oversubscribe",
+        watermark=0.0,
+    ).summary
     assert summary["finished"] == 8
     assert summary["preemptions"] > 0
 
@@ -231,9 +251,16 @@ def test_clients_that_give_up_during_a_fetch_and_hosts_that_die_lose_nobody():
     trace = replace(trace, prefix_hashes=[(1, 2, 10 + row) for row in range(30)], hash_tokens=512)
     cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
     summary = run(
-        trace, cost, policy="chunked", num_blocks=1000, replicas=2, router="round_robin", kv_store_gib=4.0,
-        kv_bandwidth=2e8, failures=("1@5+3",),
-    ).summary  # fmt: skip
+        trace,
+        cost,
+        policy="chunked",
+        num_blocks=1000,
+        replicas=2,
+        router="round_robin",
+        kv_store_gib=4.0,
+        kv_bandwidth=2e8,
+        failures=("1@5+3",),
+    ).summary
     assert summary["finished"] + summary["aborted"] + summary["failed"] == 30
     assert summary["aborted"] > 0
 
@@ -242,7 +269,8 @@ def test_packed_keys_and_values_make_room_for_more_requests():
     """Requests of 4128 tokens, 4000 of them old: 125 groups of 32 in 4736 instead of 16384 bytes a head and layer."""
     trace = trace_of([(0, 4000, 128)])
     plain, packed = (
-        run(trace, kv_compression=kind, block_size=32, policy="chunked").config["num_blocks"] for kind in (None, "kivi4")
+        run(trace, kv_compression=kind, block_size=32, policy="chunked").config["num_blocks"]
+        for kind in (None, "kivi4")
     )
     assert packed == int(plain * 4128 * 16384 / (4000 * 4736 + 128 * 16384))
 
@@ -251,14 +279,22 @@ def test_packing_takes_the_time_that_its_prices_say_and_leaps_cross_it():
     """One request of 2,000 tokens in one chunk, then 300 decodes: 1,856 + 303 tokens packed, at the window's edge."""
     from profiler import load_hardware, load_model_spec
     from profiler.compression_cost import bound_prices, values_per_token
-    from profiler.kv_compression import Compression
+    from profiler.specs.kv_compression import Compression
 
     trace = trace_of([(0, 2000, 301)])
-    options = {"policy": "vllm_v1", "token_budget": 4096, "num_blocks": 500, "kv_compression": "kivi4", "block_size": 32}
+    options = {
+        "policy": "vllm_v1",
+        "token_budget": 4096,
+        "num_blocks": 500,
+        "kv_compression": "kivi4",
+        "block_size": 32,
+    }
     times = {
         cost: run(trace, kv_compression_cost=cost, **options).summary["duration_s"] for cost in ("none", "bound", "cpu")
     }
-    prices = bound_prices(Compression("kivi", 4, 32, 128), load_model_spec("llama-3.1-8b"), load_hardware("h100"), "bfloat16")
+    prices = bound_prices(
+        Compression("kivi", 4, 32, 128), load_model_spec("llama-3.1-8b"), load_hardware("h100"), "bfloat16"
+    )
     read = sum(context - 128 - 16 for context in range(2000, 2300))
     values = values_per_token(load_model_spec("llama-3.1-8b"))
     expected = (1856 + 300) * values * prices.pack_ns + read * values * prices.decode_read_ns
@@ -286,8 +322,16 @@ def test_the_pool_leaves_room_for_the_largest_batch():
     def blocks(longest=1000, **options):
         return make_engine(ReplayConfig(gpu="h100", **options), trace_of([(0, longest - 10, 10)])).num_blocks
 
-    assert blocks(policy="vllm_v1") == blocks(policy="chunked", knobs={"chunk_size": 64}) == blocks(policy="slo_aware", longest=22528)
+    assert (
+        blocks(policy="vllm_v1")
+        == blocks(policy="chunked", knobs={"chunk_size": 64})
+        == blocks(policy="slo_aware", longest=22528)
+    )
     for wide in ({"policy": "vllm_v1", "token_budget": 22528}, {"policy": "prefill_priority", "longest": 22528}):
         assert blocks(policy="vllm_v1") - blocks(**wide) == pytest.approx(1000, abs=1)
     assert blocks(policy="orca") - blocks(policy="orca", longest=22528) == pytest.approx(1000, abs=1)
-    assert blocks(policy="vllm_v1", max_num_seqs=8) == blocks(policy="vllm_v1") > blocks(policy="vllm_v1", max_num_seqs=4096)
+    assert (
+        blocks(policy="vllm_v1", max_num_seqs=8)
+        == blocks(policy="vllm_v1")
+        > blocks(policy="vllm_v1", max_num_seqs=4096)
+    )

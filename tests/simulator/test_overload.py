@@ -22,9 +22,12 @@ SHAPES = {
     "a pipeline": {"num_blocks": 200, "pp": 2},
     "pools": {"num_blocks": 120, "pools": (PREFILL, DECODE), "kv_bandwidth": 25e9},
     "a small decode pool": {
-        "num_blocks": 400, "pools": (PREFILL, {**DECODE, "num_blocks": 100}), "kv_bandwidth": 25e9, "layerwise_kv": True,
+        "num_blocks": 400,
+        "pools": (PREFILL, {**DECODE, "num_blocks": 100}),
+        "kv_bandwidth": 25e9,
+        "layerwise_kv": True,
     },
-}  # fmt: skip
+}
 
 
 def workload(rate: float) -> Trace:
@@ -73,7 +76,10 @@ def test_a_preempted_request_gets_freed_blocks_before_a_new_pull():
     """Eight requests on a decode replica with room for five prompts, or two answers: what one replica that does both
     reaches (162 tokens/s with these costs), not less because pulls take what preempted requests wait for."""
     trace = trace_of([(0, 160, 200)] * 8)
-    apart, together = replay(trace, num_blocks=60, **POOLS), replay(trace, num_blocks=60, policy="vllm_v1", gpu="rtx4090")
+    apart, together = (
+        replay(trace, num_blocks=60, **POOLS),
+        replay(trace, num_blocks=60, policy="vllm_v1", gpu="rtx4090"),
+    )
     assert apart.summary["output_tokens_per_s"] >= together.summary["output_tokens_per_s"]
 
 

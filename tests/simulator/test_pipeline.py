@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics.bubbles import find_bubbles
-from metrics.columns import to_ns
+from metrics.pipelines.bubbles import find_bubbles
+from metrics.run_folder.columns import to_ns
 from policies import policy_names
 from simulator.config import ReplayConfig
 from simulator.simulation import replay
@@ -143,9 +143,14 @@ def workloads(draw):
 @settings(max_examples=150, deadline=None)
 def test_a_pipeline_loses_nothing_and_keeps_its_order(trace, policy, stages, num_blocks, chase, overlap):
     cost = ConstantCost(
-        S // 3, per_row_ns=1_000_003, per_context_ns=10_007, before_ns=50_000, after_ns=70_000, transfer_ns=5_000_000,
+        S // 3,
+        per_row_ns=1_000_003,
+        per_context_ns=10_007,
+        before_ns=50_000,
+        after_ns=70_000,
+        transfer_ns=5_000_000,
         stages=stages,
-    )  # fmt: skip
+    )
     config = ReplayConfig(
         policy=policy, pp=stages, num_blocks=num_blocks, block_size=4, chase_chunks=chase, pp_overlap=overlap
     )
@@ -194,7 +199,7 @@ def _one_micro_batch_a_request(result, chase):
 def test_stages_taken_for_twins_cost_the_same():
     from policies import BatchShape
     from profiler import load_cost_model
-    from simulator.plain_replica import twin_stages
+    from simulator.replica.plain import twin_stages
 
     cost = load_cost_model("llama-3.1-8b", "h100", cost_model="roofline", pp=6, layer_split=(5, 6, 5, 6, 5, 5))
     twins = twin_stages(cost)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from simulator.printing import _reasons, trust
+from simulator.commands.printing import _reasons, trust
 from tests.hardening.command_line import run
 
 
@@ -48,7 +48,11 @@ def test_reasons_that_differ_in_numbers_alone_are_one():
     ("package", "content", "message"),
     [
         ("simulator", {"world": "live", "live": {}}, "is the config of a live run; python -m executor replay"),
-        ("executor", {"world": "simulated", "replay": {}}, "is the config of a simulated run; python -m simulator replay"),
+        (
+            "executor",
+            {"world": "simulated", "replay": {}},
+            "is the config of a simulated run; python -m simulator replay",
+        ),
     ],
 )
 def test_a_config_of_the_other_world_names_the_command_that_takes_it(tmp_path, package, content, message):

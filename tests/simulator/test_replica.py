@@ -89,11 +89,7 @@ def test_the_same_config_gives_the_same_values():
 
 @st.composite
 def workloads(draw):
-    rows = draw(
-        st.lists(
-            st.tuples(st.floats(0, 12), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12
-        )
-    )
+    rows = draw(st.lists(st.tuples(st.floats(0, 12), st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12))
     at = 0.0
     requests = []
     for gap, prompt, output in rows:
@@ -113,7 +109,9 @@ def workloads(draw):
 def test_a_leaping_run_writes_the_very_tables_of_a_plain_one(trace, policy, num_blocks, impatient, leaving):
     if impatient:
         trace = trace.with_timeout(9.7)
-    cost = (Leaving if leaving else ConstantCost)(device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777)
+    cost = (Leaving if leaving else ConstantCost)(
+        device_ns=S // 3, per_row_ns=1_000_003, per_context_ns=10_007, after_ns=777
+    )
     tables = []
     for leaps in (True, False):
         config = ReplayConfig(policy=policy, num_blocks=num_blocks, block_size=4, leaps=leaps)

@@ -11,7 +11,6 @@ import pytest
 from policies import Request
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-from simulator.notes import settings_without_effect
 from simulator.routers import (
     choose,
     least,
@@ -21,6 +20,7 @@ from simulator.routers import (
     router_knobs,
     router_names,
 )
+from simulator.settings_without_effect import settings_without_effect
 from tests.simulator.constant_cost import trace_of
 
 

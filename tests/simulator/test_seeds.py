@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from simulator.config import ReplayConfig
-from simulator.seeds import SeededComparison, Spread, _cell, compare_over_draws
+from simulator.studies.compare_draws import SeededComparison, Spread, _cell, compare_over_draws
 from tests.simulator.constant_cost import trace_of
 from workloads import TraceError
-from workloads.resample import resample
+from workloads.generating.resample import resample
 
 
 @pytest.mark.parametrize(("count", "t"), [(2, 12.706), (31, 2.042), (41, 2.0211), (101, 1.9840), (1001, 1.9623)])
@@ -54,7 +54,9 @@ def test_a_drawn_trace_has_the_rate_and_lengths_of_its_source():
     assert not np.array_equal(draws[0].prompt_tokens, source.prompt_tokens)
     assert draws[0].same_requests(resample(source, 0))
     assert np.mean([len(draw) for draw in draws]) == pytest.approx(3000, rel=0.02)
-    assert np.mean([draw.prompt_tokens.mean() for draw in draws]) == pytest.approx(source.prompt_tokens.mean(), rel=0.01)
+    assert np.mean([draw.prompt_tokens.mean() for draw in draws]) == pytest.approx(
+        source.prompt_tokens.mean(), rel=0.01
+    )
     assert all(draw.arrival_ns[-1] <= source.arrival_ns[-1] for draw in draws)
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from workloads import TraceError, generate, read_trace, write_trace
-from workloads.cases import orca_best, orca_worst
-from workloads.example import example_trace
-from workloads.lengths import parse, uniform_draws
-from workloads.presets import PRESETS, preset
-from workloads.rates import parse as parse_profile
-from workloads.streams import random_stream
+from workloads.generating.example import example_trace
+from workloads.generating.lengths import parse, uniform_draws
+from workloads.generating.presets import PRESETS, preset
+from workloads.generating.random_streams import random_stream
+from workloads.generating.rate_profiles import parse as parse_profile
+from workloads.generating.sarathi_cases import orca_best, orca_worst
 
 EXAMPLE = Path(__file__).parents[2] / "examples/trace.csv"
 NS = 1_000_000_000

@@ -17,7 +17,7 @@ from workloads.picture import draw
 @pytest.mark.parametrize(
     ("requests", "prompt", "output"),
     [(30, "fixed:512", "fixed:64"), (1, "fixed:100", "fixed:1"), (60, "uniform:90,400", "fixed:2")],
-)  # fmt: skip
+)
 def test_labels_stand_at_whole_powers_of_ten_and_at_two_of_them_at_least(
     requests: int, prompt: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

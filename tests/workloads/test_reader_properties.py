@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from workloads import Trace, TraceError, read_trace, write_trace
-from workloads.delimited import DelimitedTable
-from workloads.json_lines import JsonTable
-from workloads.parquet import ParquetTable
+from workloads.reading.delimited import DelimitedTable
+from workloads.reading.json_lines import JsonTable
+from workloads.reading.parquet import ParquetTable
 
 several = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from workloads import TraceError, read_trace
-from workloads.servegen import Client, arrival_times_s, read_client
+from workloads.reading.servegen import Client, arrival_times_s, read_client
 
 SERVEGEN = Path(__file__).parents[2] / "../shared/data/traces/servegen_r1"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workloads import Trace, TraceError, generate, read_trace
-from workloads.sessions import closed, conversations
+from workloads.generating.sessions import closed, conversations
 
 NS = 1_000_000_000
 

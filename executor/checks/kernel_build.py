@@ -1,0 +1,185 @@
+"""Compile every Triton kernel for a GPU that need not be there: does it build, and what does it take of the machine?
+
+`python -m executor.checks.kernel_build [capability]` prints one line a kernel. A kernel that compiles may still be
+wrong or
+slow on the device; one that does not compile, or asks for more shared memory than there is, is caught without one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from executor.errors import ExecutorError
+from executor.triton_kernels.runtime import interpreted
+from policies.edges.command_line import run_command
+from policies.edges.settings import shown, whole_number
+
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
+"""Shared memory that one thread block may have, by compute capability (CUDA C programming guide, table of limits)."""
+
+
+class Built(NamedTuple):
+    """shared_bytes: shared memory of a thread block. ptx_lines: size of the program; 0 means nothing was built."""
+
+    kernel: str
+    variant: str
+    shared_bytes: int
+    ptx_lines: int
+
+
+class Variant(NamedTuple):
+    kernel: Any
+    label: str
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+
+
+def build_all(capability: int = 90) -> list[Built]:
+    """Compile all kernels as Llama-3.1-8B in bfloat16 (and float32 attention) would launch them.
+
+    Raises ExecutorError where Triton interprets, or where a kernel asks for more shared memory than the device has.
+    """
+    if interpreted():
+        raise ExecutorError("kernels are interpreted here (TRITON_INTERPRET is set), nothing is compiled")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    built = []
+    for kernel, label, signature, constants, options in variants():
+        types = {**signature, **dict.fromkeys(constants, "constexpr")}
+        ordered = {name: types[name] for name in kernel.arg_names}
+        # As a launch would find them: pointers and strides are multiples of 16.
+        aligned = [
+            (at,)
+            for at, (name, kind) in enumerate(ordered.items())
+            if kind.startswith("*") or name.startswith("stride")
+        ]
+        attributes = {at: [["tt.divisibility", 16]] for at in aligned}
+        source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constants), attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+        most = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
+        if compiled.metadata.shared > most:
+            found = f"{compiled.metadata.shared} bytes of shared memory"
+            raise ExecutorError(f"{kernel.__name__} {label}: found {found}, expected at most {most}")
+        built.append(Built(kernel.__name__, label, compiled.metadata.shared, compiled.asm["ptx"].count("\n")))
+    return built
+
+
+def variants() -> Iterator[Variant]:
+    """The launches that are compiled."""
+    yield from _attention_variants()
+    yield from _fused_variants()
+
+
+def _attention_variants() -> Iterator[Variant]:
+    from executor.triton_kernels.paged_attention import chunk_attention, decode_attention, merge_splits
+
+    strides = dict.fromkeys(
+        ("stride_q", "stride_out", "stride_block", "stride_head", "stride_slot", "stride_table"), "i32"
+    )
+    work = dict.fromkeys(("tile_row_ptr", "tile_count_ptr", "tile_position_ptr", "tile_chunk_ptr"), "*i32")
+    for kind, precision in (("bf16", "tf32"), ("fp32", "ieee")):
+        tensors = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), f"*{kind}")
+        common = {**tensors, "tables_ptr": "*i32", "log2_scale": "fp32", **strides}
+        constants = {
+            "SHARE": 4,
+            "BLOCK_SIZE": 16,
+            "HEAD_DIM": 128,
+            "D": 128,
+            "WINDOW": 0,
+            "WIDEN": False,
+            "PRECISION": precision,
+        }
+        half = kind == "bf16"
+        yield Variant(
+            chunk_attention,
+            kind,
+            {**common, **work},
+            {**constants, "M": 128, "N": 64 if half else 32},
+            {"num_warps": 8, "num_stages": 3 if half else 2},
+        )
+        extra = {"part_ptr": "*fp32", "weight_ptr": "*fp32", "length_ptr": "*i32", "first_row": "i32"}
+        for splits in (1, 8):
+            yield Variant(
+                decode_attention,
+                f"{kind}, {splits} splits",
+                {**common, **extra},
+                {**constants, "HEADS": 32, "G": 16, "N": 64, "SPLITS": splits},
+                {"num_warps": 4, "num_stages": 3 if half else 2},
+            )
+    yield Variant(
+        merge_splits,
+        "bf16, 8 splits",
+        {
+            "part_ptr": "*fp32",
+            "weight_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "length_ptr": "*i32",
+            "first_row": "i32",
+            "stride_out": "i32",
+        },
+        {"HEADS": 32, "HEAD_DIM": 128, "D": 128, "SPLITS": 8, "S": 8},
+        {"num_warps": 4},
+    )
+
+
+def _fused_variants() -> Iterator[Variant]:
+    from executor.triton_kernels.fused import rms_norm_rows, rotate_and_store_rows, silu_mul_rows
+
+    for added in (False, True):
+        yield Variant(
+            rms_norm_rows,
+            "residual" if added else "bf16",
+            {
+                **dict.fromkeys(("x_ptr", "added_ptr", "weight_ptr", "out_ptr"), "*bf16"),
+                **dict.fromkeys(("stride_x", "stride_added", "stride_out"), "i32"),
+                "eps": "fp32",
+            },
+            {"COLUMNS": 4096, "C": 4096, "ADD": added},
+            {"num_warps": 8},
+        )
+    yield Variant(
+        silu_mul_rows,
+        "bf16",
+        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "stride_in": "i32", "stride_out": "i32"},
+        {"COLUMNS": 14336, "C": 2048},
+        {"num_warps": 4},
+    )
+    tensors = ("qkv_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "keys_ptr", "values_ptr")
+    for normed in (False, True):
+        yield Variant(
+            rotate_and_store_rows,
+            "q/k norm" if normed else "bf16",
+            {
+                **dict.fromkeys(tensors, "*bf16"),
+                "positions_ptr": "*i32",
+                "slots_ptr": "*i64",
+                **dict.fromkeys(("stride_row", "stride_block", "stride_head", "stride_slot"), "i32"),
+                "eps": "fp32",
+            },
+            {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "D": 128, "HALF": 64, "BLOCK_SIZE": 16, "NORMED": normed},
+            {"num_warps": 1},
+        )
+
+
+def print_all(prog_name: str) -> None:
+    """Print what each kernel takes on the capability of the command line."""
+    text = sys.argv[1] if len(sys.argv) > 1 else "90"
+    capability = whole_number(text)
+    if capability is None or not min(SHARED_BYTES) <= capability < 1000:
+        raise ExecutorError(f"{prog_name}: found {shown(text)}, expected a compute capability such as 80 or 90")
+    for kernel, variant, shared, lines in build_all(capability):
+        print(f"{kernel:<24} {variant:<16} {shared:>8} bytes shared {lines:>7} lines of PTX")
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on stderr and exit code 2."""
+    run_command(lambda: print_all, "executor.checks.kernel_build")
+
+
+if __name__ == "__main__":
+    main()

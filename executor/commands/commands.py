@@ -1,0 +1,372 @@
+"""Commands of the executor: thin. They parse, call `executor.serving.replay` and its neighbours, and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from executor.commands import options as o
+from executor.config import LiveConfig
+from executor.errors import ExecutorError
+from executor.machine.threads import set_threads
+from executor.serving.journal import Journal
+from policies.edges.command_line import knob_flags, refuse_flags
+from policies.edges.input_file import read_json, read_toml
+from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
+from policies.registry import knobs_of, policy_class
+
+app = typer.Typer(
+    name="executor",
+    help="Run LLM-inference traces on a real model, in real time, under the simulator's own policies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+_KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command("replay", context_settings=_KNOBS)
+def replay_command(
+    ctx: typer.Context,
+    trace: o.TraceFile = None,
+    policy: o.PolicyName = "chunked",
+    chunk_size: o.ChunkSize = None,
+    token_budget: o.TokenBudget = None,
+    max_num_seqs: o.MaxNumSeqs = None,
+    ahead: o.Ahead = False,
+    model: o.ModelName = "tiny",
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kv_dtype: o.KVDType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    allocator: o.Allocator = "default",
+    threads: o.Threads = None,
+    tp: o.TP = 1,
+    pp: o.PP = 1,
+    layer_split: o.LayerSplit = None,
+    chase_chunks: o.ChaseChunks = False,
+    trim_last_layer: o.Trim = True,
+    max_model_len: o.MaxModelLen = None,
+    block_size: o.BlockSize = 16,
+    num_blocks: o.NumBlocks = None,
+    memory_share: o.MemoryShare = None,
+    watermark: o.Watermark = None,
+    poison: o.Poison = False,
+    prefix_caching: o.PrefixCaching = False,
+    preemption: o.PreemptionKind = "recompute",
+    swap_gib: o.SwapGiB = 1.0,
+    swap_page_mib: o.SwapPage = 16.0,
+    ladder: o.LadderRungs = None,
+    trouble_from: o.TroubleFrom = 0.9,
+    plain_tokens: o.PlainTokens = 8192,
+    risk: o.Risk = 1.0,
+    max_wait_s: o.MaxWait = 60.0,
+    kv_compression: o.KVCompression = None,
+    kv_window: o.KVWindow = 128,
+    time_scale: o.TimeScale = 1.0,
+    as_fast_as_possible: o.AtOnce = False,
+    limit: o.Limit = None,
+    timeout: o.Timeout = None,
+    trace_format: o.TraceFormat = "auto",
+    arrivals: o.ArrivalProcess = None,
+    on_bad_row: o.OnBadRow = "fail",
+    seed: o.Seed = 0,
+    prompts: o.PromptFile = None,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    ignore_eos: o.IgnoreEos = True,
+    warmup: o.Warmup = None,
+    slo: o.Slo = None,
+    out: o.Out = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
+) -> None:
+    """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
+    from_file = _config_file(config) if config is not None else {}
+    values = {**from_file, **_given(ctx)}
+    unknown = knob_flags(ctx.args)
+    if unknown:
+        own = (option for each in ctx.command.params for option in each.opts)
+        refuse_flags(unknown, knobs_of(policy_class(str(values.get("policy", policy)))), own, ExecutorError)
+    knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
+    reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
+    if values.get("chunk_size") is not None:
+        knobs["chunk_size"] = values["chunk_size"]
+    values.pop("chunk_size", None)
+    if isinstance(values.get("layer_split"), str):
+        from profiler.specs.layer_split import parse_split
+
+        values["layer_split"] = parse_split(values["layer_split"])
+    settings = LiveConfig.from_dict({**values, "knobs": knobs})
+    if settings.tp * settings.pp > 1:
+        from executor.distributed.worker import serve_if_not_rank_0
+
+        serve_if_not_rank_0()
+    _refuse_early(settings, out)
+    requests = _read_trace(trace or reading["trace"], reading, settings.seed)
+    from metrics.measures.slo import doubtful_bounds
+
+    for note in () if as_json else [*requests.notes, *(doubtful_bounds(settings.slo) if settings.slo else ())]:
+        print(f"note: {note}", file=sys.stderr)
+
+    from executor.serving.replay import load_for, replay_live
+
+    head = requests if settings.limit is None else requests.head(settings.limit)
+    longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
+    set_threads(settings.threads)
+    with load_for(settings, longest) as loaded:
+        stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
+        journal = None
+        if out is not None:
+            journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
+            if journal.kept is not None:
+                print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
+        with _Progress(as_json) as bar:
+            run = replay_live(
+                requests,
+                settings,
+                loaded=loaded,
+                progress=bar.update,
+                stop_ids=stop_ids,
+                on_ended=journal.ended if journal is not None else None,
+            )
+    run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
+    run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
+    if out is not None:
+        from metrics.run_folder.folder import replaced
+
+        if not as_json and (note := replaced(out, run.config)):
+            print(f"note: {note}", file=sys.stderr)
+        run.write(out)
+        assert journal is not None
+        journal.remove()
+    _print_run(run, out, as_json)
+    if run.outcome.stopped_by:
+        raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[run.outcome.stopped_by])
+
+
+@app.command("generate")
+def generate_command(
+    model: o.ModelName = "smollm2",
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The text to answer.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering as a chat.")] = False,
+    temperature: o.Temperature = 0.0,
+    top_k: o.TopK = 0,
+    top_p: o.TopP = 1.0,
+    seed: o.Seed = 0,
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    threads: o.Threads = None,
+    as_json: o.Json = False,
+) -> None:
+    """Answer one prompt with a model that has a tokenizer (a folder, a .gguf file, or smollm2)."""
+    if prompt is None:
+        raise ExecutorError("found no prompt: give the text with --prompt")
+    from executor.serving.generate import generate
+
+    set_threads(threads)
+    config = LiveConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        kernels=kernels,
+        attention=attention,
+        graphs=graphs,
+        streams=streams,
+        nvtx=nvtx,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        ignore_eos=False,
+        policy="vllm_v1",
+    )
+    show = None if as_json else lambda piece: print(piece, end="", flush=True)
+    answer = generate(prompt, config, max_tokens=max_tokens, chat=not raw, on_text=show)
+    if as_json:
+        print(json.dumps(answer.as_dict(), indent=2))
+        return
+    print()
+    print(
+        f"{answer.prompt_tokens} prompt tokens, first token after {answer.first_token_s:.2f} s, "
+        f"{answer.output_tokens} tokens at {answer.tokens_per_s:.1f} tokens/s, ended by {answer.ended_by}",
+        file=sys.stderr,
+    )
+
+
+@app.command("bench")
+def bench_command(
+    model: o.ModelName = "tiny",
+    chunk: Annotated[int, typer.Option("--chunk", help="Prefill tokens of the batch.")] = 448,
+    prefix: Annotated[int, typer.Option("--prefix", help="Context already cached before the chunk.")] = 0,
+    decodes: Annotated[int, typer.Option("--decodes", help="Requests that decode in the batch.")] = 64,
+    context: Annotated[int, typer.Option("--context", help="Context of every decode.")] = 512,
+    repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.", min=1, max=1_000_000)] = 10,
+    device: o.Device = "auto",
+    dtype: o.DType = "auto",
+    kv_dtype: o.KVDType = "auto",
+    kernels: o.KernelSet = "auto",
+    attention: o.Attention = "auto",
+    graphs: o.Graphs = "auto",
+    streams: o.Streams = False,
+    nvtx: o.Nvtx = False,
+    allocator: o.Allocator = "default",
+    threads: o.Threads = None,
+    block_size: o.BlockSize = 16,
+    as_json: o.Json = False,
+) -> None:
+    """Time one batch shape, part by part, beside the machine's own matrix rate."""
+    from executor.measuring.bench import bench_batch
+
+    set_threads(threads)
+    config = LiveConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
+        attention=attention,
+        graphs=graphs,
+        streams=streams,
+        nvtx=nvtx,
+        allocator=allocator,
+        block_size=block_size,
+    )
+    result = bench_batch(config, chunk=chunk, prefix=prefix, decodes=decodes, context=context, repeats=repeats)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    width = max(len(key) for key in result)
+    for key, value in result.items():
+        print(f"{key:<{width}}  {value:.4g}" if isinstance(value, float) else f"{key:<{width}}  {value}")
+
+
+def _stop_ids(loaded: Any) -> tuple[int, ...]:
+    from executor.model.tokenizer import load_tokenizer
+
+    return tuple(load_tokenizer(loaded.source).stop_ids)
+
+
+def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
+    """Mistakes that would otherwise show only after the run."""
+    from policies import make_policy
+
+    make_policy(settings.policy, settings.knobs)
+    if out is not None:
+        from metrics.run_folder.folder import check_run_place
+
+        check_run_place(out)
+
+
+def _read_trace(path: Any, reading: Mapping[str, Any], seed: int) -> Any:
+    from workloads import read_trace
+
+    if path is None:
+        raise ExecutorError("found no trace: name a trace file, or a config that names one")
+    trace = read_trace(
+        Path(path),
+        trace_format=reading.get("trace_format") or "auto",
+        on_bad_row=reading.get("on_bad_row") or "fail",
+        arrivals=reading.get("arrivals"),
+        seed=seed,
+    )
+    return trace if reading.get("timeout") is None else trace.with_timeout(reading["timeout"])
+
+
+def _given(ctx: typer.Context) -> dict[str, Any]:
+    """Flags that were given on the command line."""
+    known = {entry.name for entry in fields(LiveConfig)}
+    known |= {"chunk_size", "trace_format", "arrivals", "on_bad_row", "timeout"}
+    # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
+    return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML config (file names relative to it), or of the `live` part of a live run's config.json."""
+    from metrics.run_folder.config_check import settings_of_run
+
+    if path.is_dir():
+        path = path / "config.json"
+    values = (read_json if path.suffix == ".json" else read_toml)(path, ExecutorError)
+    if isinstance(values, Mapping):
+        if "replay" in values:
+            raise ExecutorError(
+                f"{path}: is the config of a simulated run; python -m simulator replay --config takes it"
+            )
+        if "live" in values:
+            return one_spelling(settings_of_run(values, "live", path, ExecutorError), str(path), ExecutorError)
+    if not isinstance(values, Mapping):
+        raise ExecutorError(f"{path}: found no table of settings")
+    told = partial(print, "note:", file=sys.stderr)
+    return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
+
+
+def _print_run(run: Any, out: Path | None, as_json: bool) -> None:
+    if as_json:
+        from metrics.run_folder.folder import json_ready
+
+        print(json.dumps(json_ready(run.summary), indent=2))
+        return
+    from rich.console import Console
+
+    from metrics.drawing.text_tables import summary_tables
+
+    console = Console()
+    for table in summary_tables(run.summary):
+        console.print(table)
+    outcome = run.outcome
+    console.print(f"wall {outcome.wall_s:.2f} s, CPU {outcome.cpu_s:.2f} s", highlight=False)
+    if outcome.stopped_by:
+        console.print(f"stopped by {outcome.stopped_by}: what had not ended is recorded as aborted", highlight=False)
+    if out is not None:
+        console.print(f"written to {out}", highlight=False, soft_wrap=True)
+
+
+class _Progress:
+    """A progress bar on a terminal's stderr; elsewhere one line there when serving begins."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+        self._quiet = quiet
+        self._lines = not sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        if not self._quiet and not self._lines:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("serving", total=None)
+        return self
+
+    def update(self, ended: int, total: int) -> None:
+        if not self._quiet and self._lines and ended == 0:
+            print(f"serving {total} requests", file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=ended, total=total)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,230 @@
+"""Planned batches as they would be served: the scheduler, loop and runner of a live run, a script for a policy.
+
+A point is set up without computing its past: its requests say that their keys and values are here already (the pool is
+filled with small random numbers once), join in one step, decode once, and then the step that the plan asks for is run,
+as warm as a step in the middle of a run. What is noted of it is what a live run notes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from executor.errors import ExecutorError
+from executor.machine.speed_gauge import SpeedGauge
+from executor.model.loading import Loaded
+from executor.model.sampler import GREEDY
+from executor.serving.live_engine import Flight, LiveEngine
+from executor.serving.request_text import Text
+from executor.serving.runner import Result, Runner
+from metrics import Recorder
+from policies import BatchShape, Ns, Policy, Request, make_scheduler
+from profiler.measurements.plan import Point
+from workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from policies.contract.draft import Draft
+    from policies.contract.host import Host
+    from policies.contract.queues import Queues
+    from policies.kv_memory.ledger import KVView
+
+WARM_STEPS = 12
+"""Decodes of a point before its own step. In a run, contexts have been read hundreds of times: with one step in front,
+3 to 8 decodes of 1,000 tokens took 15 to 40 % longer than with sixteen."""
+FOLLOWERS = 8
+"""Decodes after a point with chunks that are measured too: what it has pushed out of the caches comes back in these."""
+
+
+class Timing(NamedTuple):
+    """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
+    gauge_ns: what the speed gauge took just before and after, 0 without one. followers: device, processor and wall time
+    of each of the decodes right after, where these were measured."""
+
+    shape: BatchShape
+    before_ns: Ns
+    device_ns: Ns
+    after_ns: Ns
+    cpu_ns: int
+    wall_ns: Ns
+    executed_rows: int = 0
+    gauge_ns: int = 0
+    followers: tuple[tuple[Ns, int, Ns], ...] = ()
+
+
+@dataclass
+class Script:
+    """The next step. wanted: tokens to prefill by request id. rows: of the whole step, its dummy rows included."""
+
+    wanted: Mapping[int, int] = field(default_factory=dict)
+    dummies: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Scripted(Policy):
+    """Decodes everybody, admits exactly whom the script names and adds its dummy rows. Not a policy to serve with."""
+
+    repeats: ClassVar[bool] = False
+    script: Script = field(default_factory=lambda: Script())
+
+    def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
+        draft.decode_all()
+        for track in list(queues.waiting):
+            tokens = self.script.wanted.get(track.request.id, 0)
+            if tokens:
+                draft.admit(track, tokens)
+        if self.script.dummies:
+            draft.pad_to(self.script.rows)
+
+
+class BatchRig(LiveEngine):
+    """A live engine without arrivals: it serves one planned batch at a time."""
+
+    def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
+        self._script = Script()
+        if longest > loaded.max_tokens:
+            raise ExecutorError(
+                f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
+                f"plan with --max-model-len {loaded.max_tokens}"
+            )
+        longest = min(longest + WARM_STEPS + FOLLOWERS + 4, loaded.max_tokens)
+        # A block more for every request: contexts do not fill their last one.
+        blocks = most_tokens // block_size + 4096
+        room = -(-longest // block_size)
+        scheduler = make_scheduler(
+            Scripted(script=self._script),
+            num_blocks=max(blocks, room),
+            block_size=block_size,
+            max_model_len=longest,
+            by_id=True,
+        )
+        cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
+        generator = torch.Generator(device=cache.pool.device).manual_seed(seed)
+        cache.pool.normal_(0.0, 0.5, generator=generator)
+        runner = Runner(loaded, cache, scheduler.ledger, longest, rows=256)
+        super().__init__(
+            scheduler,
+            runner,
+            Recorder(),
+            _no_arrivals(),
+            lambda row: np.zeros(1, np.int64),
+            sampling=lambda row: GREEDY,
+        )
+        self._rng = np.random.default_rng(seed)
+        self._vocab = loaded.spec.vocab
+        self._next_request = 0
+        self._origin = time.perf_counter_ns()
+        self._timing: Timing | None = None
+        # On a CPU: sampled after a point's last step, as in a live run, so that it costs the measured one no caches.
+        self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
+        self._last_gauge_ns = self.gauge.sample() if self.gauge is not None else 0
+
+    def warm(self, points: Sequence[Point]) -> None:
+        """Capture the graphs that these points will run through, so that no measurement pays for one."""
+        if self.runner.graphs is not None:
+            self.runner.graphs.warm_for([point.shape for point in points])
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Kernel by kernel, as who times operators needs it: a graph calls none of them."""
+        graphs, self.runner.graphs = self.runner.graphs, None
+        try:
+            yield
+        finally:
+            self.runner.graphs = graphs
+
+    def measure(self, point: Point, before_step: Callable[[], Any] | None = None, *, followers: int = 0) -> Timing:
+        """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it).
+
+        followers: after a step with chunks, also time so many decodes of whoever can decode then.
+        """
+        most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
+        contexts = [min(context, most) for context in point.contexts]
+        warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
+        decodes = [self._enter(max(1, context - warm), 1, 1 << 12) for context in contexts]
+        try:
+            if decodes:
+                self._step(dict.fromkeys(decodes, 1))
+                for _ in range(warm):
+                    self._step({})
+            sampling = point.shape.sampled - point.shape.decodes
+            chunks = {}
+            for number, (tokens, prefix) in enumerate(point.shape.chunks):
+                # A chunk that samples ends its prompt; any other leaves one token of it.
+                rest = 0 if number < sampling else 1
+                prefix = min(prefix, most - tokens)
+                chunks[self._enter(prefix + tokens + rest, tokens + rest, 8 + FOLLOWERS)] = tokens
+            if before_step is not None:
+                before_step()
+            timing = self._step(chunks, point.shape)
+            steps = [self._step({}) for _ in range(followers if chunks and point.shape.sampled else 0)]
+            after = tuple((step.device_ns, step.cpu_ns, step.wall_ns) for step in steps)
+            return timing._replace(gauge_ns=self._gauged_ns(), followers=after)
+        finally:
+            self._withdraw(list(self.scheduler.tracks), "measured", "aborted")
+            for cohort in self.scheduler.take_retired():
+                self.recorder.cohort_times(0, cohort.number, cohort.times)
+            self._idle = True
+
+    def _gauged_ns(self) -> int:
+        """The gauge on both sides of a point, 0 without one. Never two samples in a row: what a step leaves in the
+        caches is part of what a live run's samples see, and the first one tells the speed best."""
+        if self.gauge is None:
+            return 0
+        before_ns, self._last_gauge_ns = self._last_gauge_ns, self.gauge.sample()
+        return round(math.sqrt(before_ns * self._last_gauge_ns))
+
+    def _enter(self, prompt: int, lacking: int, most_output: int) -> int:
+        """Queue a request of which all but `lacking` prompt tokens are computed; returns its id."""
+        number = self._next_request
+        self._next_request += 1
+        request = Request(number, self.now_ns(), prompt, min(most_output, self.scheduler.max_model_len - prompt))
+        track = self.scheduler.add(request, request.arrival_ns, computed=max(0, prompt - lacking))
+        if track.status == "rejected":
+            raise ExecutorError(f"a planned batch cannot be set up: {track.reason}")
+        ids = self._rng.integers(0, self._vocab, prompt)
+        self.runner.texts[number] = Text.of(ids, request.max_output_tokens, GREEDY, ())
+        return number
+
+    def _step(self, wanted: Mapping[int, int], shape: BatchShape | None = None) -> Timing:
+        script = self._script
+        script.wanted = wanted
+        script.dummies, script.rows = (0, 0) if shape is None else (shape.dummy_tokens, shape.rows)
+        batch = self.scheduler.plan(self._admit())
+        if batch is None:
+            raise ExecutorError("a planned batch cannot be set up: nothing was granted")
+        self._launch(batch, None)
+        self._complete(self._flights.popleft())
+        assert self._timing is not None
+        return self._timing
+
+    def _record(self, flight: Flight, result: Result, now: Ns) -> None:
+        since, cpu_since = self._since_ns, self._cpu_since_ns
+        super()._record(flight, result, now)
+        start, end = result.start_ns - self._origin, result.end_ns - self._origin
+        self._timing = Timing(
+            flight.prepared.batch.shape,
+            max(0, start - since),
+            end - start,
+            now - end,
+            self._cpu_since_ns - cpu_since,
+            now - since,
+            result.executed_rows,
+        )
+
+
+def probe(rig: BatchRig, points: Sequence[Point], repeats: int) -> list[Timing]:
+    """Each point `repeats` times, interleaved: what drift is told by."""
+    return [rig.measure(point) for _ in range(repeats) for point in points]
+
+
+def _no_arrivals() -> Trace:
+    none = np.zeros(0, np.int64)
+    return Trace("nothing", none, none, none, none)

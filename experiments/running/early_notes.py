@@ -1,0 +1,76 @@
+"""What one replay would say of its trace and settings, said once for a search that runs many.
+
+A unit of time that makes no sense, rows that were left out, a router that looks for what no request has: whoever starts
+a sweep or a capacity search hears of it before the work, on stderr, as `simulator replay` tells it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any
+
+from experiments.running.workload import load_workload
+from policies.edges.errors import InputError
+
+if TYPE_CHECKING:
+    from experiments.sweeps.axes import SweepSpec
+    from workloads import Trace
+
+_LOOKED_AT = ("router", "decode_router", "replicas", "pools", "autoscale", "prefix_caching")
+"""Settings that `settings_without_effect` asks for."""
+_MOST_COMBINATIONS = 200
+
+
+def notes_of(trace: Trace, settings: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Notes of a trace, and of settings (fields of a replay, others left aside) that change nothing with it."""
+    from metrics.measures.slo import doubtful_bounds
+    from simulator import ReplayConfig
+    from simulator.settings_without_effect import settings_without_effect
+
+    notes = list(trace.notes)
+    for each in settings:
+        # What cannot be run is told by whoever tries.
+        with suppress(InputError):
+            config = ReplayConfig.from_dict({name: each[name] for name in _LOOKED_AT if name in each})
+            notes += settings_without_effect(config, trace)
+            notes += doubtful_bounds(str(each["slo"])) if each.get("slo") else []
+    return list(dict.fromkeys(notes))
+
+
+def notes_of_sweep(spec: SweepSpec) -> list[str]:
+    """Notes of every trace file that a sweep reads, with every combination of settings that they could be about."""
+    choices: dict[str, Sequence[Any]] = {axis.name: axis.values or (axis.low, axis.high) for axis in spec.axes}
+    workload = {name.removeprefix("trace."): values[0] for name, values in choices.items() if name.startswith("trace.")}
+    looked_at = {name: values for name, values in choices.items() if name in _LOOKED_AT}
+    settings = [
+        {**spec.base, **dict(zip(looked_at, values))}
+        for values in islice(product(*looked_at.values()), _MOST_COMBINATIONS)
+    ]
+    notes: list[str] = []
+    for file in choices.get("trace.file", (None,)):
+        with suppress(InputError):
+            notes += notes_of(load_workload({**spec.trace, **workload, **({"file": file} if file else {})}), settings)
+    return list(dict.fromkeys(notes))
+
+
+def say_notes_of_search(
+    workload: Mapping[str, Any], base: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, quiet: bool
+) -> None:
+    """Say those of a workload, and of its draws where there is a plan of them: these have fewer columns."""
+    from experiments.capacity.draws import draw_of
+
+    if quiet:
+        return
+    notes: list[str] = []
+    with suppress(InputError):
+        trace = load_workload(workload if plan is None else plan["workload"])
+        notes = [*trace.notes, *notes_of(trace if plan is None else draw_of(plan, 0), [base])]
+    say(dict.fromkeys(notes), quiet)
+
+
+def say(notes: Iterable[str], quiet: bool) -> None:
+    for note in () if quiet else notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""Tasks on a Ray cluster. Its nodes need Python and this project's dependencies; code and named files are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import ExperimentError
+from experiments.running.task_runners import Tasks, named_files, placed, project_root
+from experiments.running.tasks import Result, Task, one_thread_each, perform
+from policies.edges.user_code import PACKAGES
+
+_AHEAD = 2
+"""Tasks submitted per CPU of the cluster: one runs, one waits."""
+
+
+class RayEngine:
+    """address: of an existing cluster (host:port, ray://host:port); None: the one that this machine belongs to;
+    "local": a cluster of this machine alone, for the time of the work."""
+
+    def __init__(self, address: str | None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ExperimentError("--engine ray: Ray is not installed; pip install 'charioteer[ray]'") from None
+        modules = [str(project_root() / name) for name in sorted(PACKAGES) if (project_root() / name).is_dir()]
+        environment = {"py_modules": modules, "env_vars": {"OMP_NUM_THREADS": "1"}}
+        try:
+            ray.init(
+                address=address or "auto",
+                runtime_env=environment,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=True,
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ExperimentError(
+                f"--engine ray: no cluster at {address or 'this machine'} ({reason}); start one with "
+                "`ray start --head`, name one with --ray-address host:port, or take --ray-address local"
+            ) from None
+        self._ray: Any = ray
+
+    def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
+        ray = self._ray
+        remote = ray.remote(max_retries=2)(_perform_with_files)
+        kept: dict[str, Any] = {}
+        room = max(1, int(ray.cluster_resources().get("CPU", 1))) * _AHEAD
+        flying: dict[Any, int] = {}
+        waiting = iter(tasks.items())
+        try:
+            while True:
+                while len(flying) < room and (item := next(waiting, None)) is not None:
+                    number, task = item
+                    names = list(dict.fromkeys(named_files(task)))
+                    for name in names:
+                        if name not in kept:
+                            kept[name] = ray.put(Path(name).read_bytes())
+                    flying[remote.remote(dict(task), names, *(kept[name] for name in names))] = number
+                if not flying:
+                    return
+                ready, _ = ray.wait(list(flying), num_returns=1)
+                for reference in ready:
+                    yield flying.pop(reference), self._fetch(reference)
+        finally:
+            for reference in flying:
+                ray.cancel(reference, force=True)
+
+    def _fetch(self, reference: Any) -> Result:
+        try:
+            result: Result = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            lost = f"Ray lost the task: {type(error).__name__}"
+            return {"status": "failed", "error": lost, "result": {}, "wall_s": 0.0}
+        return result
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+
+def _perform_with_files(task: Task, names: list[str], *contents: bytes) -> Result:
+    """Do a task on another node: files that it names are written to a place of this node first."""
+    one_thread_each()
+    places = {name: _placed(name, content) for name, content in zip(names, contents)}
+    return perform(_renamed(task, places))
+
+
+def _placed(name: str, content: bytes) -> str:
+    here = Path(name)
+    try:
+        if here.read_bytes() == content:
+            return name
+    except OSError:
+        pass
+    return placed(here.name, content)
+
+
+def _renamed(value: Any, places: Mapping[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _renamed(inner, places) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_renamed(inner, places) for inner in value]
+    if not isinstance(value, str):
+        return value
+    # The parts of a text that `named_files` looks at; a name inside another name is none of them.
+    kind, _, file = value.partition(":")
+    path, _, inner = value.rpartition(":")
+    if value in places:
+        return places[value]
+    if file in places:
+        return f"{kind}:{places[file]}"
+    return f"{places[path]}:{inner}" if path in places else value

@@ -1,0 +1,154 @@
+"""The tables of one run, in memory or on disk: what every summary and every figure reads.
+
+A table that lies on disk is read column by column when it is asked for, so the statistics of a run with ten million
+iterations need the few columns that they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from metrics.run_folder.columns import TABLES, MetricsError, schema, to_ns
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+Ints = NDArray[np.int64]
+
+
+class RunTables:
+    """One run: five tables (`metrics.run_folder.columns.TABLES`), its configuration and, once written, its summary.
+
+    Each of requests, iterations, tokens, segments and stages is a pyarrow Table; `column` gives one column as a numpy
+    array and `frame` a pandas DataFrame.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, pa.Table | Path],
+        config: Mapping[str, Any] | None = None,
+        summary: Mapping[str, Any] | None = None,
+    ) -> None:
+        missing = [name for name in TABLES if name not in tables]
+        if missing:
+            raise MetricsError(f"run: found no table {missing[0]}, expected {', '.join(TABLES)}")
+        self._tables = dict(tables)
+        self.config: dict[str, Any] = dict(config or {})
+        self.summary: dict[str, Any] = dict(summary or {})
+
+    @property
+    def requests(self) -> pa.Table:
+        return self.table("requests")
+
+    @property
+    def iterations(self) -> pa.Table:
+        return self.table("iterations")
+
+    @property
+    def tokens(self) -> pa.Table:
+        return self.table("tokens")
+
+    @property
+    def segments(self) -> pa.Table:
+        return self.table("segments")
+
+    @property
+    def stages(self) -> pa.Table:
+        return self.table("stages")
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """One table, or some of its columns."""
+        held = self._tables[name]
+        if isinstance(held, Path):
+            import pyarrow.parquet as pq
+
+            return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
+        return held if columns is None else held.select(list(columns))
+
+    def rows(self, name: str) -> int:
+        held = self._tables[name]
+        if isinstance(held, Path):
+            import pyarrow.parquet as pq
+
+            return int(pq.read_metadata(held).num_rows)
+        return int(held.num_rows)
+
+    def column(self, table: str, name: str) -> NDArray[Any]:
+        """One column as a numpy array (strings as objects); not for the nested columns."""
+        return as_numpy(self.table(table, [name]).column(name))
+
+    def column_ns(self, table: str, name: str) -> Ints:
+        """One column of times as integer nanoseconds."""
+        return to_ns(self.column(table, name))
+
+    def frame(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """One table as a pandas DataFrame, without its nested columns unless they are named."""
+        if columns is None:
+            columns = [field.name for field in schema(name) if not str(field.type).startswith("list")]
+        frame: pd.DataFrame = self.table(name, columns).to_pandas()
+        return frame
+
+    def chunks(self) -> dict[str, NDArray[Any]]:
+        """All prefill chunks of the run as flat columns; `row` is the row of the iteration in its table."""
+        return self._flattened("chunks")
+
+    def cohorts(self) -> dict[str, NDArray[Any]]:
+        """All cohorts of all batches as flat columns; `row` is the row of the iteration in its table."""
+        return self._flattened("cohorts")
+
+    def path(self, name: str) -> Path | None:
+        """Where a table lies on disk, if it does."""
+        held = self._tables[name]
+        return held if isinstance(held, Path) else None
+
+    def _flattened(self, name: str) -> dict[str, NDArray[Any]]:
+        import pyarrow.compute as pc
+
+        nested = self.table("iterations", [name]).column(name)
+        flat = pc.list_flatten(nested)
+        rows = np.repeat(np.arange(len(nested)), as_numpy(pc.list_value_length(nested)))
+        fields = {field.name: as_numpy(pc.struct_field(flat, field.name)) for field in flat.type}
+        return {"row": rows, **fields}
+
+
+def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:
+    """A column as a numpy array of its own, strings as objects, null as None.
+
+    Straight from memory where it can be: pyarrow's `to_numpy` loads pandas first, longer than many a replay takes.
+    """
+    import pyarrow as pa
+
+    types, kind = pa.types, column.type
+    parts: list[NDArray[Any]] = []
+    for chunk in column.chunks:
+        start, end = chunk.offset, chunk.offset + len(chunk)
+        if types.is_string(kind):
+            coded = chunk.dictionary_encode()
+            texts = np.array([*coded.dictionary.to_pylist(), None], dtype=object)
+            valid, codes = coded.indices.buffers()
+            start, end = coded.indices.offset, coded.indices.offset + len(chunk)
+            places = np.frombuffer(codes, np.int32, count=end)[start:]
+            if coded.indices.null_count:
+                places = np.where(_bits(valid, start, end), places, len(texts) - 1)
+            parts.append(texts[places])
+        elif column.null_count or not (types.is_primitive(kind) and not types.is_temporal(kind)):
+            values: NDArray[Any] = column.to_numpy()
+            return values
+        elif types.is_boolean(kind):
+            parts.append(_bits(chunk.buffers()[1], start, end))
+        else:
+            parts.append(np.frombuffer(chunk.buffers()[1], kind.to_pandas_dtype(), count=end)[start:])
+    if not parts:
+        empty: NDArray[Any] = np.empty(0, object if types.is_string(kind) else kind.to_pandas_dtype())
+        return empty
+    return np.concatenate(parts)
+
+
+def _bits(buffer: Any, start: int, end: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(buffer, np.uint8), count=end, bitorder="little")[start:].view(np.bool_)

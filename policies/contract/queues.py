@@ -1,0 +1,184 @@
+"""The queues as a policy sees them: who waits, and what of the running work is free to be planned now."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from policies.contract.host import Host
+from policies.work.cohort import Cohort
+from policies.work.track import Track
+
+
+class Queues:
+    """Read-only to policies.
+
+    waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
+    planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
+    num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
+    changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends, or blocks are freed.
+    """
+
+    __slots__ = (
+        "_by_class",
+        "_chase_chunks",
+        "_chase_decodes",
+        "_cohorts",
+        "_partial",
+        "changes",
+        "decode_tokens_promised",
+        "in_flight_batches",
+        "in_host_memory",
+        "num_running",
+        "parts",
+        "prefill_tokens",
+        "running_by_slo",
+        "waiting",
+    )
+
+    def __init__(self, host: Host) -> None:
+        self.waiting: deque[Track] = deque()
+        # Admission order: cohorts, and prompts half done. One list for all, in flight or not; whoever changes it calls
+        # `parts_changed`.
+        self.parts: list[Cohort | Track] = []
+        self._cohorts: list[Cohort] | None = None
+        self._partial: list[Track] | None = None
+        self.changes = 0
+        self.num_running = 0
+        self.running_by_slo: dict[str | None, int] = {}
+        self.in_flight_batches = 0
+        self.prefill_tokens = 0
+        self.decode_tokens_promised = 0
+        self._chase_chunks = host.chase_chunks or host.chase_decodes
+        self._chase_decodes = host.chase_decodes
+        self.in_host_memory: Mapping[int, object] = {}
+        # Kept only once a policy has asked for it.
+        self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
+
+    @property
+    def running(self) -> list[Cohort | Track]:
+        """A snapshot of what may be planned now, in admission order: cohorts, and prompts half done.
+
+        Work in flight shows only where the host lets it be chased. A victim of `draft.preempt` stays in a snapshot
+        taken before: its cohort is smaller, its own context 0.
+        """
+        if self._chase_decodes or not self.in_flight_batches:
+            return self.parts[:]
+        return [part for part in self.parts if not part.in_flight or (self._chase_chunks and isinstance(part, Track))]
+
+    @property
+    def cohorts(self) -> list[Cohort]:
+        """The decodes of `running`."""
+        if self.in_flight_batches and not self._chase_decodes:
+            return [part for part in self.parts if isinstance(part, Cohort) and part.planned == len(part.times)]
+        cohorts = self._cohorts
+        if cohorts is None:
+            cohorts = self._cohorts = [part for part in self.parts if isinstance(part, Cohort)]
+        return cohorts
+
+    @property
+    def partial(self) -> list[Track]:
+        """The prompts half done of `running`."""
+        if self.in_flight_batches and not self._chase_chunks:
+            return [part for part in self.parts if isinstance(part, Track) and not part.chunks_in_flight]
+        partial = self._partial
+        if partial is None:
+            partial = self._partial = [part for part in self.parts if isinstance(part, Track)]
+        return partial
+
+    @property
+    def swapped(self) -> list[Track]:
+        """Those of `waiting` whose KV lies in host memory; admitting one brings it back (`draft.resume`)."""
+        held = self.in_host_memory
+        return [track for track in self.waiting if track.request.id in held] if held else []
+
+    @property
+    def anybody_decodes(self) -> bool:
+        """Whether any admitted request is past its prompt, in flight or not."""
+        return any(isinstance(part, Cohort) for part in self.parts)
+
+    def running_tracks(self) -> Iterator[Track]:
+        """Every admitted request, in flight or not; O(running)."""
+        for part in self.parts:
+            if isinstance(part, Cohort):
+                yield from part.members()
+            else:
+                yield part
+
+    @property
+    def waiting_by_class(self) -> Mapping[tuple[int, str | None], deque[Track]]:
+        """`waiting` by (priority, SLO class), each in the same order: what a policy needs to find the next of a class
+        without looking through a long queue. Kept up to date from the first call on."""
+        if self._by_class is None:
+            self._by_class = {}
+            for track in self.waiting:
+                self._class_of(track).append(track)
+        return self._by_class
+
+    # Books kept by the scheduler
+
+    def parts_changed(self) -> None:
+        """Lists handed out before stay as they are: a plan may be walking through them."""
+        self._cohorts = self._partial = None
+        self.changes += 1
+
+    def enqueue(self, track: Track) -> None:
+        self.waiting.append(track)
+        self.changes += 1
+        if self._by_class is not None:
+            self._class_of(track).append(track)
+
+    def enqueue_in_front(self, track: Track) -> None:
+        """In front of all but those who hold blocks already, because their KV was handed over: these need no more room,
+        and would only keep it from others."""
+        self.changes += 1
+        _put_in(self.waiting, track)
+        if self._by_class is not None:
+            _put_in(self._class_of(track), track)
+
+    def dequeue(self, track: Track) -> None:
+        _take_out(self.waiting, track)
+        self.changes += 1
+        if self._by_class is not None:
+            of_class = self._class_of(track)
+            _take_out(of_class, track)
+            if not of_class:
+                del self._by_class[track.request.priority, track.request.slo]
+
+    def count_running(self, track: Track, change: int) -> None:
+        self.num_running += change
+        self.changes += 1
+        slo, by_slo = track.request.slo, self.running_by_slo
+        count = by_slo.get(slo, 0) + change
+        if count:
+            by_slo[slo] = count
+        else:
+            del by_slo[slo]
+
+    def _class_of(self, track: Track) -> deque[Track]:
+        assert self._by_class is not None
+        return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
+
+
+def _put_in(queue: deque[Track], track: Track) -> None:
+    at = 0
+    for other in queue:
+        if not other.blocks:
+            break
+        at += 1
+    queue.insert(at, track)
+
+
+def _take_out(queue: deque[Track], track: Track) -> None:
+    if queue[0] is track:
+        queue.popleft()
+        return
+    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
+    arrival_ns = track.request.arrival_ns
+    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
+    for near in range(at, min(at + 64, len(queue))):
+        if queue[near] is track:
+            del queue[near]
+            return
+    queue.remove(track)

@@ -1,0 +1,222 @@
+"""How every `python -m PACKAGE` ends: in success, or in one clear line on stderr; a traceback means a bug of ours.
+
+It lies here because policies/ is the one folder that all others may import; it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NoReturn
+
+from policies.edges.errors import PolicyError
+from policies.edges.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
+
+EXTRAS = {
+    "torch": "executor",
+    "safetensors": "executor",
+    "tokenizers": "executor",
+    "flash_attn": "cuda",
+    "triton": "cuda",
+    "ray": "ray",
+    "optuna": "ray",
+    "plotly": "report",
+}
+"""What is not installed by default, and the extra of pyproject.toml that brings it."""
+
+OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "max-num-batched-tokens": ("token-budget",),
+    "tensor-parallel-size": ("tp",),
+    "pipeline-parallel-size": ("pp",),
+    "data-parallel-size": ("replicas",),
+    "kv-cache-dtype": ("kv-dtype",),
+    "enable-prefix-caching": ("prefix-caching",),
+    "num-gpu-blocks-override": ("num-blocks",),
+    "async-scheduling": ("async", "ahead"),
+    "gpu": ("device",),
+    "device": ("gpu",),
+    "policy": ("policies",),
+    "policies": ("policy",),
+    "output": ("out",),
+    "request-rate": ("rate-scale",),
+    "num-prompts": ("limit",),
+    "requests": ("limit",),
+}
+"""Flags of vLLM and of our other commands, by what they are called here."""
+
+FAULT_OF_USER_CODE, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
+    """Run a command line and exit. build: makes it; called here, so that Ctrl-C during its imports is caught too.
+
+    Exit codes: 0 done; 2 a wrong input, a disk that refuses, no memory, or a missing package, each with one line; 130
+    after Ctrl-C, 143 after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output
+    any more, and for an exception in a user's own policy or router, as for any Python program that raises.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a µ shows \xb5; it does not lose the run that was to be printed.
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    code = 0
+    try:
+        with _terminated_like_interrupted():
+            build()(prog_name=f"python -m {package}")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if _caused_by(leaving, KeyboardInterrupt):
+            code = _say("interrupted; nothing half written is left", INTERRUPTED)
+    except KeyboardInterrupt:
+        code = _say("interrupted; nothing half written is left", INTERRUPTED)
+    except BrokenPipeError:
+        code = 1
+    except MemoryError:
+        code = _say("out of memory; a shorter trace (--limit) or a smaller model needs less", BAD_INPUT)
+    except UnicodeEncodeError:
+        code = _say("found a name that is not UTF-8 here; set LC_ALL=C.UTF-8, or PYTHONUTF8=1", BAD_INPUT)
+    except OSError as error:
+        code = _say(_os_error(error), BAD_INPUT)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or missing in PACKAGES:
+            sys.exit(_fault(error))
+        extra = EXTRAS.get(missing)
+        code = _say(
+            f"{missing} is not installed, and this needs it: pip install "
+            + (f"'.[{extra}]' in a checkout, 'charioteer[{extra}]' elsewhere" if extra else missing),
+            BAD_INPUT,
+        )
+    except Exception as error:
+        ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in PACKAGES
+        code = _refusal(error) if ours else _fault(error)
+    sys.exit(_flushed(code))
+
+
+def refuse_flags(knobs: Iterable[str], has: Container[str], flags: Iterable[str], refusal: type[Exception]) -> None:
+    """Raise `refusal` for what was given as a knob, is none of those that the policy has, and is near a flag."""
+    known = list(flags)
+    for knob in knobs:
+        meant = None if knob in has else flag_meant(knob, known)
+        if meant:
+            raise refusal(f"found no flag --{knob.replace('_', '-')}; did you mean {meant}?")
+
+
+def flag_meant(name: str, flags: Iterable[str]) -> str | None:
+    """`--flag` of a command that somebody may have meant who wrote --name, None if none is near."""
+    spelt = {flag.lstrip("-").replace("_", "-") for flag in flags}
+    name = name.replace("_", "-")
+    near = [flag for flag in OTHER_SPELLINGS.get(name, ()) if flag in spelt]
+    near = near or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
+    return f"--{near[0]}" if near else None
+
+
+def knob_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """Unknown flags as knobs of a policy: --name value, --name=value, --name (true), --no-name (false)."""
+    knobs: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise PolicyError(f"found the extra argument {flag!r}, expected flags")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            else:
+                name, value = (name[3:], "false") if name.startswith("no-") else (name, "true")
+        knobs[name.replace("-", "_")] = value
+    return knobs
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line ends and control characters, cut where it would fill the screen."""
+    text = " ".join(str(error).split())
+    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    return text if len(text) <= 1000 else text[:997] + "..."
+
+
+def _refusal(error: Exception) -> int:
+    """A message for the user, with the line of his own code that asked for what was refused."""
+    if os.environ.get(TRACEBACKS):
+        traceback.print_exception(error)
+    place = place_in_user_code(error)
+    return _say(one_line(error) + (f" ({place})" if place else ""), BAD_INPUT)
+
+
+def _fault(error: Exception) -> int:
+    """A fault in a user's policy or router as one line; any other is ours, and is raised again."""
+    place = place_in_user_code(error)
+    if place is None or os.environ.get(TRACEBACKS):
+        raise error
+    what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
+    if ours := raised_in_ours(error):
+        what += f"; raised in {ours}, Charioteer's own code: its fault, unless it was called with a wrong argument"
+    return _say(f"{place}: {what} ({TRACEBACKS}=1 shows the whole traceback)", FAULT_OF_USER_CODE)
+
+
+def _os_error(error: OSError) -> str:
+    reason = error.strerror or one_line(error) or type(error).__name__
+    return one_line(OSError(f"{error.filename}: {reason}" if error.filename else f"the system refused: {reason}"))
+
+
+def _say(text: str, code: int) -> int:
+    with contextlib.suppress(OSError):
+        print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _flushed(code: int) -> int:
+    """Write out what is still held back, so that a full disk or a closed pipe is told from success."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = code or 1
+    except OSError as error:
+        code = code or _say(f"standard output: {error.strerror or error}", BAD_INPUT)
+    except ValueError:
+        return code  # closed already
+    else:
+        return code
+    # Python would try again at exit, and complain.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _caused_by(error: BaseException, kind: type[BaseException]) -> bool:
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        if isinstance(seen, kind):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM leaves through the `finally` clauses, so scratch files go away; a command may set its own handler."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        if os.getpid() != owner:  # a worker forked from here dies as it would have
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise SystemExit(TERMINATED)
+
+    owner = os.getpid()
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,360 @@
+"""How decodes come to move in lockstep: cohorts that begin, take in, split, merge and die, and their equal steps.
+
+The half of the scheduler that keeps `queues.parts`, the running work in admission order: cohorts, and prompts half
+done. Whoever samples a first token joins the cohort beside it; cohorts that have become idle together merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from policies.contract.host import Host
+from policies.contract.policy import Policy
+from policies.contract.queues import Queues
+from policies.edges.errors import PolicyError
+from policies.kv_memory.ledger import KVLedger
+from policies.kv_memory.swap import Swap
+from policies.scheduling.overload_ladder import AdmissionControl
+from policies.work.batch import Batch, BatchShape, Chunk, Decodes
+from policies.work.cohort import Cohort
+from policies.work.request import Ns
+from policies.work.track import Track
+
+# A named tuple made without its own constructor, which costs more than all the rest of a plan. Final, as whatever a hot
+# path uses of other modules, because compiled code then finds it without looking it up by name.
+_new: Final = tuple.__new__
+_BatchShape: Final = BatchShape
+_Chunk: Final = Chunk
+_Decodes: Final = Decodes
+
+# Who waits beyond so many is not asked for the length of an answer.
+FEW: Final = 8
+
+
+class Lockstep:
+    """The running work of one scheduler. retired: cohorts that died, their token times to be taken away.
+
+    micro_batches, chase_decodes, repeats, repeats_chunks: what host and policy say, looked up once.
+    """
+
+    policy: Policy
+    ledger: KVLedger
+    host: Host
+    queues: Queues
+    admission: AdmissionControl | None
+    swap: Swap | None
+    alarm_ns: Ns | None
+    retired: list[Cohort]
+    micro_batches: int
+    chase_decodes: bool
+    repeats: bool
+    repeats_chunks: bool
+    _cohorts: int
+    _batches: int
+    _only_now: bool
+
+    # Equal iterations
+
+    def quiet_steps(self, batch: Batch) -> int:
+        """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
+        grown = batch.grown
+        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.repeats:
+            return 0
+        if batch.preempted or batch.swap_out or self.alarm_ns is not None or self._only_now:
+            return 0
+        cohort, _, size, _, _ = grown[0]
+        if size != cohort.size or self.queues.in_flight_batches != 1 or self.chase_decodes:
+            return 0
+        steps = cohort.steps_to_next_end()
+        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def steps_to_an_end(self) -> int:
+        """Completions that the first end of anybody takes at least, the batch in flight included, if nobody arrives or
+        is withdrawn; 0 where that is not known."""
+        queues = self.queues
+        if not self.policy.keeps_running or self.chase_decodes or not queues.num_running:
+            return 0
+        if self.admission is not None or self.swap is not None:
+            return 0
+        least = 1 << 40
+        for part in queues.parts:
+            if isinstance(part, Track):
+                steps = part.ends_after - part.produced
+            else:
+                if part.closing:
+                    return 0
+                steps = part.completions_to_next_end()
+            if steps < least:
+                least = steps
+        waiting = queues.waiting
+        if len(waiting) > FEW:
+            return 1
+        for track in waiting:
+            steps = track.ends_after - track.produced
+            if steps < least:
+                least = steps
+        return least
+
+    def leap(self, batch: Batch, ends_ns: Sequence[Ns]) -> list[int]:
+        """Complete and plan `batch` again len(ends_ns) times at once, at most `quiet_steps(batch)` times.
+
+        Exactly what that many calls of complete(batch, end) and plan(end) would do; `batch` is then the last of them,
+        in flight. Returns the KV blocks that each of these plans took.
+        """
+        steps = len(ends_ns)
+        cohort, step, size, total, longest = batch.grown[0]
+        ledger = self.ledger
+        taken = cohort.plan_steps(steps, ledger)
+        cohort.times.extend(ends_ns)
+        batch.number += steps
+        self._batches += steps
+        batch.planned_ns = ends_ns[-1]
+        if ledger.by_id:
+            batch.new_blocks = ledger.take_new_blocks()
+        total += steps * size
+        longest += steps
+        part = _new(_Decodes, (cohort, step + steps, size, total, longest))
+        batch.parts = [part]
+        batch.grown = [part]
+        batch.shape = _new(_BatchShape, ((), size, total, longest, batch.shape[4], size, 0))
+        self.queues.decode_tokens_promised -= steps * size
+        return taken
+
+    def plan_again(self, batch: Batch, now_ns: Ns) -> bool:
+        """Turn `batch`, which has just been delivered, into the next plan, where that is the same with a prefix and
+        contexts grown; False, and nothing has changed, where the policy has to be asked.
+
+        For whoever knows that since its plan nobody has arrived, ended or been withdrawn, and nothing is in flight. It
+        is what `plan` would do, by the policy's promise (`repeats_chunks`): the same decodes, and a chunk of the same
+        size of the same prompt, which still lacks more than that.
+        """
+        chunks, grown = batch.chunks, batch.grown
+        if len(chunks) != 1 or len(grown) > 1 or len(self.queues.parts) != len(grown) + 1:
+            return False
+        track, tokens, prefix, samples = chunks[0]
+        ledger, queues = self.ledger, self.queues
+        prefix += tokens
+        context = prefix + tokens
+        if samples or context >= track.own_known or not self.repeats_chunks:
+            return False
+        if batch.preempted or self.alarm_ns is not None or self._only_now:
+            return False
+        if ledger.by_id or self.admission is not None or self.swap is not None:
+            return False
+        short = -(-context // ledger.block_size) - track.blocks
+        if short < 0:
+            short = 0
+        free = ledger.free_blocks
+        decodes = total = longest = 0
+        if grown:
+            cohort = grown[0][0]
+            if grown[0][2] != cohort.size or (short and short + cohort.growth > free):
+                return False
+            part = cohort.plan_step(ledger)
+            if part is None:
+                return False
+            _, _, decodes, total, longest = part
+            batch.grown = [part]
+        elif short > free:
+            return False
+        if short:
+            ledger.extend(track, context)
+        track.own_context = context
+        track.chunks_in_flight = 1
+        chunk = _new(_Chunk, (track, tokens, prefix, False))
+        batch.chunks = [chunk]
+        batch.parts = [*batch.grown, chunk]
+        batch.shape = _new(_BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.number = self._batches
+        self._batches += 1
+        batch.planned_ns = now_ns
+        batch.cached_tokens = 0
+        queues.in_flight_batches = 1
+        queues.prefill_tokens -= tokens
+        queues.decode_tokens_promised -= decodes
+        return True
+
+    def mark_repeatable(self, batch: Batch) -> None:
+        """Note on a plan of a pipeline that it would be made again while nothing changes, where the policy says so."""
+        grown = batch.grown
+        if batch.chunks or len(grown) != 1 or batch.preempted or self.alarm_ns is not None or self._only_now:
+            return
+        if not self.policy.repeats_in_pipelines or self.host.chase_chunks or self.chase_decodes:
+            return
+        if self.ledger.by_id or self.admission is not None or self.swap is not None:
+            return
+        if grown[0][2] == grown[0][0].size:
+            batch.repeats_at = self.queues.changes
+
+    def plan_decodes_again(self, batch: Batch, now_ns: Ns) -> bool:
+        """`plan_again` for one micro-batch of several: `batch`, just delivered, was one whole cohort, and is again.
+
+        It is what `plan` would do, by the policy's promise (`repeats_in_pipelines`), as long as nothing has changed
+        since and nothing else is free to be planned.
+        """
+        queues = self.queues
+        if batch.repeats_at != queues.changes or self.alarm_ns is not None:
+            return False
+        cohort = batch.grown[0][0]
+        for part in queues.parts:
+            if part is not cohort and not part.in_flight:
+                return False
+        step = cohort.plan_step(self.ledger)
+        if step is None:
+            return False
+        _, _, decodes, total, longest = step
+        batch.grown = [step]
+        batch.parts = [step]
+        batch.shape = _new(_BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.number = self._batches
+        self._batches += 1
+        batch.planned_ns = now_ns
+        queues.in_flight_batches += 1
+        queues.decode_tokens_promised -= decodes
+        return True
+
+    # Cohorts
+
+    def new_cohort(self) -> Cohort:
+        ledger = self.ledger
+        cohort = Cohort(self._cohorts, ledger.block_size, by_id=ledger.by_id)
+        self._cohorts += 1
+        return cohort
+
+    def split(self, cohort: Cohort, first: int) -> None:
+        """Keep the first members in admission order in `cohort`; the rest stand by as a cohort right after it."""
+        if cohort.in_flight:
+            raise PolicyError("a cohort in flight cannot be split: give asynchronous scheduling a larger token budget")
+        rest = self.new_cohort()
+        # Its clock starts at the token that all of them had last; no segment claims that step.
+        rest.times.append(cohort.times[-1])
+        rest.planned = 1
+        for track in list(cohort.members())[first:]:
+            cohort.leave(track)
+            rest.join(track, 1, 1)
+        parts = self.queues.parts
+        parts.insert(parts.index(cohort) + 1, rest)
+        self.queues.parts_changed()
+
+    def last_admitted(self) -> Track | None:
+        """The running track with the highest admission number, in flight or not."""
+        latest: Track | None = None
+        for part in self.queues.parts:
+            if isinstance(part, Track):
+                last = part
+            elif part.size:
+                last = part.last_admitted
+            else:
+                continue
+            if latest is None or last.order > latest.order:
+                latest = last
+        return latest
+
+    def take_retired(self) -> list[Cohort]:
+        """Cohorts that died since the last call and whose token times are complete."""
+        if not self.retired:
+            return []
+        done = [cohort for cohort in self.retired if not cohort.in_flight]
+        if done:
+            self.retired = [cohort for cohort in self.retired if cohort.in_flight]
+        return done
+
+    def _join(self, track: Track, batch: Batch) -> None:
+        """A prompt is complete with this batch: its track decodes from now on, in lockstep with the batch's decodes."""
+        queues = self.queues
+        parts = queues.parts
+        track.own_known = track.own_context
+        grown = batch.grown
+        cohort: Cohort | None = None
+        at = parts.index(track)
+        if self.micro_batches > 1:
+            cohort = grown[0][0] if grown else None
+        elif at and grown and parts[at - 1] is grown[0][0]:
+            # The rule: admitted after the only cohort.
+            cohort = grown[0][0]
+        else:
+            # Admission order is batch order: only a neighbour may take it in.
+            for neighbour in parts[at - 1 if at else 0 : at + 2]:
+                if isinstance(neighbour, Cohort) and any(candidate[0] is neighbour for candidate in grown):
+                    cohort = neighbour
+                    break
+        if cohort is None:
+            cohort = self.new_cohort()
+            cohort.planned = 1
+            parts[at] = cohort
+            grown.append(Decodes(cohort, 0, 0, 0, 0))
+        else:
+            del parts[at]
+        queues.parts_changed()
+        planned = cohort.planned
+        cohort.join(track, planned - 1, planned)
+        batch.joins.append((track, track.epoch))
+
+    def _merge(self, cohorts: Sequence[Cohort]) -> None:
+        """Cohorts of one batch that are idle now move in lockstep from here on."""
+        parts = self.queues.parts
+        self._drop_empty_parts()
+        if self.micro_batches > 1:
+            idle = [cohort for cohort in cohorts if cohort.size and not cohort.in_flight]
+            for other in idle[1:]:
+                idle[0] = self._merge_two(idle[0], other)
+            return
+        at = 0
+        while at + 1 < len(parts):
+            left, right = parts[at], parts[at + 1]
+            if (
+                isinstance(left, Cohort)
+                and isinstance(right, Cohort)
+                and not left.in_flight
+                and not right.in_flight
+                and left.times[-1] == right.times[-1]
+            ):
+                self._merge_two(left, right)
+            else:
+                at += 1
+
+    def _merge_two(self, left: Cohort, right: Cohort) -> Cohort:
+        parts = self.queues.parts
+        large, small = (left, right) if left.size >= right.size else (right, left)
+        for track in list(small.members()):
+            small.leave(track)
+            large.join(track, large.planned, large.planned)
+        first, second = sorted((parts.index(left), parts.index(right)))
+        parts[first] = large
+        del parts[second]
+        self.queues.parts_changed()
+        self.retired.append(small)
+        return large
+
+    def _set_exhausted_aside(self) -> None:
+        """Before cohorts in flight are planned again: members whose declared limit that flight reaches leave now.
+
+        They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
+        """
+        for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
+            for track in cohort.exhausted():
+                cohort.leave(track, deliver=True)
+                track.closing = True
+                cohort.closing.setdefault(cohort.planned, []).append(track)
+        self._drop_empty_parts()
+
+    def _reopen(self, track: Track) -> None:
+        """A member set aside for its last token will not receive it after all."""
+        for cohort in (*self.retired, *(part for part in self.queues.parts if isinstance(part, Cohort))):
+            for end, tracks in cohort.closing.items():
+                if track in tracks:
+                    tracks.remove(track)
+                    cohort.lost[end - 1] = cohort.lost.get(end - 1, 0) + 1
+                    track.take_back_token()
+                    self.queues.decode_tokens_promised += 1
+                    return
+
+    def _drop_empty_parts(self) -> None:
+        parts = self.queues.parts
+        kept = [part for part in parts if not isinstance(part, Cohort) or part.size]
+        if len(kept) == len(parts):
+            return
+        self.retired += [part for part in parts if isinstance(part, Cohort) and not part.size]
+        parts[:] = kept
+        self.queues.parts_changed()

@@ -1,0 +1,75 @@
+"""What one iteration runs: the batch that a scheduler plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from policies.edges.compiling import mypyc_attr
+from policies.work.batch_parts import BatchShape, Chunk, Decodes
+from policies.work.request import Ns
+
+if TYPE_CHECKING:
+    from policies.kv_memory.swap import Move
+    from policies.work.track import Track
+
+NEVER = -1
+
+__all__ = ["Batch", "BatchShape", "Chunk", "Decodes"]
+
+
+@mypyc_attr(acyclic=True)
+class Batch:
+    """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
+
+    It is made from the draft that a policy wrote on (`policies.contract.draft.Draft`).
+
+    parts keep batch order; chunks are those of them that prefill. joins: (track, its admission epoch) for every chunk
+    that samples a token. grown: the Decodes of every cohort whose token times this batch extends; a cohort that begins
+    with this batch stands there with size 0.
+    repeats_at: the state of the queues (`Queues.changes`) in which it may be planned again without asking the policy.
+    new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
+    swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "chunks",
+        "grown",
+        "joins",
+        "new_blocks",
+        "number",
+        "parts",
+        "planned_ns",
+        "preempted",
+        "repeats_at",
+        "shape",
+        "swap_in",
+        "swap_out",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        planned_ns: Ns,
+        parts: list[Chunk | Decodes],
+        chunks: list[Chunk],
+        grown: list[Decodes],
+        joins: list[tuple[Track, int]],
+        preempted: list[Track],
+        cached_tokens: int,
+        shape: BatchShape,
+    ) -> None:
+        self.number = number
+        self.planned_ns = planned_ns
+        self.parts = parts
+        self.chunks = chunks
+        self.grown = grown
+        self.joins = joins
+        self.preempted = preempted
+        self.cached_tokens = cached_tokens
+        self.shape = shape
+        self.repeats_at = NEVER
+        self.new_blocks: Sequence[tuple[int, int, int]] = ()
+        self.swap_out: Sequence[Move] = ()
+        self.swap_in: Sequence[Move] = ()

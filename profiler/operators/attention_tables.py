@@ -1,0 +1,334 @@
+"""Attention of one layer as dense tables: what the simulator's inner loop looks up.
+
+A fit is evaluated once at every knot; after that a decode-only batch is one cell and one multiply-add, a chunk is a
+bilinear cell, and a chunk beside decodes a cell of four axes. `lookup` is the scalar twin of the vector functions here:
+same cells, same operations in the same order, so both give equal numbers. Times are ns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from profiler.operators.attention_cells import Axis, evaluated, polynomials
+from profiler.operators.attention_lookup import DECODE_LIMIT, GRAIN, PACKED, PACKED_TOKENS, AttentionLookup
+from profiler.operators.laws.prefill_law import PrefillLaw
+from profiler.operators.laws.smooth_batch_law import CONTEXT_STEP, BatchLaw
+
+Array = NDArray[np.float64]
+Column = NDArray[np.int64]
+
+TOKEN_LIMIT = 16384
+CONTEXT_LIMIT = 131072
+MOST_SHARE = 2.0**62.9
+"""Packed shares that an int64 holds."""
+MOST_ALONE = 64
+"""Measured coordinates along an axis that decodes alone, and chunks alone, take as knots: their tables are small."""
+_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, TOKEN_LIMIT)
+_BLOCKS = tuple(rows + more for rows in range(64, 1025, 64) for more in (0, 1))
+"""Where a chunk alone needs one block more, and may need one wave more."""
+_CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, CONTEXT_LIMIT)
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, DECODE_LIMIT)
+
+
+class AttentionSource(Protocol):
+    """What tables are built from; `AttentionFit` is one. Microseconds of one layer."""
+
+    batch_law: BatchLaw
+    heads: int
+    sms: int
+    uneven_token_us: float
+    prefill_law: PrefillLaw | None
+
+    def decode_us(self, decodes: ArrayLike, context: ArrayLike, typical: bool = False) -> Array: ...
+
+    def prefill_us(self, tokens: ArrayLike, prefix: ArrayLike) -> Array: ...
+
+    def batch_us(
+        self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike, typical: bool = False
+    ) -> Array: ...
+
+    def uneven_decode_us(self, decodes: ArrayLike) -> Array: ...
+
+    def knots(self, axis: str, most: int = ...) -> ArrayLike: ...
+
+
+class AttentionTables:
+    """See the module. `layers` scales nothing here: results are ns of one layer."""
+
+    def __init__(
+        self,
+        source: AttentionSource,
+        *,
+        window: int | None = None,
+        fused: bool = True,
+        uneven: bool = True,
+        typical: bool = True,
+        padded: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+    ) -> None:
+        """window: tokens that attention looks back. fused False: a chunk and decodes cost their sum (an ablation).
+
+        uneven False: contexts are taken as equal (an ablation). typical False: contexts lie just above a step, as
+        profiles measure them (an ablation). padded: batch sizes as a CUDA graph was captured for,
+        which is when a kernel decides whether to split contexts.
+        """
+        self._recipe = {"window": window, "fused": fused, "uneven": uneven, "typical": typical, "padded": padded}
+        self.source = source
+        self.window = window or 0
+        self.fused = fused
+        self.contexts = Axis([*_CONTEXTS, *source.knots("context")])
+        self.alone = Axis([*self.contexts.knots, *source.knots("context", MOST_ALONE)])
+        self.tokens = Axis([*_TOKENS, *source.knots("tokens")])
+        self.decodes = Axis([*_DECODES, *source.knots("decodes")])
+        far = self._seen(self.contexts.knots)
+        near = self.tokens.knots
+
+        # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
+        counts = np.arange(DECODE_LIMIT + 1, dtype=float)
+        seen = self._seen(self.alone.knots)
+        value = source.decode_us(np.maximum(counts, 1)[:, None], seen[None, :], typical) * 1e3
+        slope = np.diff(value, axis=1) / np.diff(self.alone.knots)
+        base = value[:, :-1] - slope * self.alone.knots[:-1]
+        self._decode = np.stack([base, slope], axis=-1).reshape(-1, 2)
+        captured = padded(np.arange(DECODE_LIMIT + 1)) if padded else counts
+        self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
+
+        # One chunk alone, and one chunk beside decodes.
+        self.chunks = Axis([*self.tokens.knots, *source.knots("tokens", MOST_ALONE)])
+        if source.prefill_law is not None:
+            self.chunks = Axis([*self.chunks.knots, *_BLOCKS])
+        chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
+        self._chunk = polynomials(chunk, (self.chunks, self.contexts))
+        self._beside = np.zeros((0, 16))
+        if fused:
+            grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
+            shape = tuple(axis.size for axis in grid)
+            everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape)
+            self._beside = polynomials(everywhere, (self.tokens, self.contexts, self.decodes, self.contexts))
+
+        law, machine = source.batch_law, source.heads / source.sms * 1e3
+        self._query_rows = law.query_rows
+        self._share_block = (law.block + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * law.step) * machine
+        self._share_step = law.step * machine / CONTEXT_STEP
+        self._share_token = law.write
+        self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
+        self._make_lists()
+
+    def _make_lists(self) -> None:
+        """The same numbers for the scalar twin."""
+        wide, tall = self.contexts.cells, self.decodes.cells
+        self._strides = (wide * tall * wide, tall * wide, wide)
+        first, second, third = self._strides
+        start, slope = self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
+        self._largest_share = (float(start.max()), float(slope.max()))
+        by_context = self.contexts.cell
+        self._chunk_starts = (self.chunks.cell * wide, by_context)
+        self._beside_starts = (
+            self.tokens.cell * first,
+            by_context * second,
+            self.decodes.cell * third,
+            by_context,
+        )
+        coefficients = self._beside
+
+        def beside(at: int) -> Any:
+            return tuple(coefficients[at].tolist())
+
+        def share_of(tokens: int) -> Any:
+            start, slope = self._share_of(np.array(tokens))
+            return int(start), int(slope)
+
+        self.lookup = AttentionLookup(
+            wide=self.alone.cells,
+            decode_cells=self.alone.starts(1),
+            lines=_tuples(self._decode),
+            beyond=self._beyond.tolist(),
+            chunk_starts=self.chunks.starts(wide),
+            context_cells=self.contexts.starts(1),
+            chunk_cells=_tuples(self._chunk),
+            beside_starts=(self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third)),
+            beside=beside if self.fused else None,
+            shares=list(zip(start.tolist(), slope.tolist(), strict=True)),
+            share_of=share_of,
+            uneven=self._uneven,
+        )
+
+    def _share_of(self, tokens: Any) -> tuple[Column, Column]:
+        """A chunk's share of the machine: an intercept and a slope over its prefix, by its tokens; in whole GRAINs, so
+        that the order of a sum does not matter, and PACKED."""
+        rows = self._query_rows
+        blocks = (tokens + (rows - 1)) // rows
+        start = blocks * (self._share_block + self._share_step * (0.5 * tokens + 0.5 * rows))
+        line = np.stack([start + self._share_token * tokens, blocks * self._share_step])
+        packed = np.asarray(np.rint(line / GRAIN), np.int64) << PACKED
+        return packed[0] + tokens, packed[1]
+
+    def of(self, source: AttentionSource) -> AttentionTables:
+        """The tables of another source, made in the same way."""
+        return AttentionTables(source, **self._recipe)
+
+    def _seen(self, context: Any) -> Any:
+        """Contexts as attention sees them under a sliding window."""
+        return np.minimum(context, self.window) if self.window else context
+
+    # --- vector ------------------------------------------------------------------------------------------------------
+
+    def decode_ns_of(self, decodes: Column, total: Column, largest: Column) -> Array:
+        """`lookup.decode_ns` of many batches, each with at least one decode."""
+        mean = total / decodes
+        row = np.minimum(decodes, DECODE_LIMIT)
+        found = self._decode[row * self.alone.cells + self.alone.of(mean)]
+        ns = found[:, 0] + found[:, 1] * mean
+        ns += self._beyond[row] * np.maximum(largest - mean, 0.0)
+        if decodes.max(initial=0) > DECODE_LIMIT:
+            return np.where(decodes > DECODE_LIMIT, ns * (decodes / DECODE_LIMIT), ns)
+        return ns
+
+    def chunk_ns_of(self, tokens: Column, prefix: Column) -> Array:
+        """`lookup.chunk_ns` of many chunks."""
+        by_tokens, by_prefix = self._chunk_starts
+        cells = by_tokens.take(tokens, mode="clip")
+        cells += by_prefix.take(prefix, mode="clip")
+        return evaluated(self._chunk, cells, (tokens.astype(float), prefix.astype(float)))
+
+    def batch_ns_of(
+        self, tokens: Column, prefix: Column, offsets: Column, decodes: Column, total: Column, largest: Column
+    ) -> tuple[Array, Column]:
+        """`lookup.batch_ns` of many batches, each with at least one chunk (as in ShapeColumns); and the tokens of each
+        one's chunks."""
+        further: Array | None = None
+        end: Column | None = None
+        prompts = tokens
+        if len(tokens) > len(decodes):
+            if self._uneven:
+                end = np.maximum.reduceat(prefix + tokens, offsets[:-1])
+            main = self._main_chunks(tokens, prefix, offsets, int((prefix if end is None else end).max()))
+            if main is None:
+                return self._one_by_one(tokens, prefix, offsets, decodes, total, largest)
+            tokens, prefix, further, prompts = main
+        mixed = self._beside_ns_of if self.fused else self._apart_ns_of
+        if decodes.all():
+            ns = mixed(tokens, prefix, further, end, decodes, total, largest)
+        else:
+            ns = np.empty(len(decodes))
+            beside, alone = np.flatnonzero(decodes), np.flatnonzero(decodes == 0)
+            ns[alone] = self._alone_ns_of(*_some(alone, tokens, prefix, further, end))
+            if len(beside):
+                ns[beside] = mixed(*_some(beside, tokens, prefix, further, end, decodes, total, largest))
+        return ns, prompts
+
+    def _alone_ns_of(self, tokens: Column, prefix: Column, further: Array | None, end: Column | None) -> Array:
+        """Main chunks of batches without decodes, with what the others add."""
+        ns = self.chunk_ns_of(tokens, prefix)
+        if end is not None:
+            ns += self._uneven * (end - (prefix + tokens))
+        if further is not None:
+            ns += further
+        return ns
+
+    def _apart_ns_of(
+        self,
+        tokens: Column,
+        prefix: Column,
+        further: Array | None,
+        end: Column | None,
+        decodes: Column,
+        total: Column,
+        largest: Column,
+    ) -> Array:
+        """Chunks and decodes as if they ran one after the other."""
+        return self._alone_ns_of(tokens, prefix, further, None) + self.decode_ns_of(decodes, total, largest)
+
+    def _beside_ns_of(
+        self,
+        tokens: Column,
+        prefix: Column,
+        further: Array | None,
+        end: Column | None,
+        decodes: Column,
+        total: Column,
+        largest: Column,
+    ) -> Array:
+        """Chunks and decodes in one kernel."""
+        mean = total / decodes
+        by_tokens, by_prefix, by_decodes, by_context = self._beside_starts
+        cells = by_tokens.take(tokens, mode="clip")
+        cells += by_prefix.take(prefix, mode="clip")
+        cells += by_decodes.take(decodes, mode="clip")
+        cells += by_context.take(mean.astype(np.int64), mode="clip")
+        # As floats, or each product would convert them anew.
+        ns = evaluated(self._beside, cells, (tokens.astype(float), prefix.astype(float), decodes.astype(float), mean))
+        if self._uneven:
+            reach = prefix + tokens
+            beyond = np.maximum(largest, reach if end is None else end) - np.maximum(mean, reach)
+            np.maximum(beyond, 0.0, out=beyond)
+            beyond *= self._uneven
+            ns += beyond
+        if further is not None:
+            ns += further
+        return ns
+
+    def _main_chunks(
+        self, tokens: Column, prefix: Column, offsets: Column, furthest: int
+    ) -> tuple[Any, Any, Any, Any] | None:
+        """Tokens and prefix of each batch's main chunk, what the others cost, and all tokens; None where shares
+        overflow.
+
+        furthest: no prefix is longer. A share ends with its chunk's tokens (`PACKED`): the largest says which chunk it
+        was, and its prefix is what is left of it, an exact division.
+        """
+        shares_of, most = self._shares_of, self._largest_share
+        try:
+            start, slope = shares_of(tokens)
+        except IndexError:
+            shares_of = self._share_of
+            start, slope = shares_of(tokens)
+            most = (float(start.max()), float(slope.max()))
+        if most[0] + most[1] * furthest >= MOST_SHARE:
+            return None
+        slope *= prefix
+        slope += start
+        share = slope
+        best = np.maximum.reduceat(share, offsets[:-1])
+        if float(best.max()) * float((offsets[1:] - offsets[:-1]).max()) >= MOST_SHARE:
+            return None
+        sums = np.empty(len(share) + 1, np.int64)
+        sums[0] = 0
+        np.cumsum(share, out=sums[1:])
+        at = sums.take(offsets)
+        rest = at[1:] - at[:-1]
+        rest -= best
+        main = best & PACKED_TOKENS
+        start, slope = shares_of(main)
+        if not slope.all():
+            return None
+        best -= start
+        prompts = rest & PACKED_TOKENS
+        prompts += main
+        rest >>= PACKED
+        return main, (best / slope).astype(np.int64), rest * GRAIN, prompts
+
+    def _shares_of(self, tokens: Column) -> tuple[Column, Column]:
+        start, slope = self._shares
+        return start.take(tokens), slope.take(tokens)
+
+    def _one_by_one(
+        self, tokens: Column, prefix: Column, offsets: Column, decodes: Column, total: Column, largest: Column
+    ) -> tuple[Array, Column]:
+        """The scalar twin's word, for batches that no engine runs: chunks of no token, seconds of attention a layer."""
+        chunks = list(zip(tokens.tolist(), prefix.tolist(), strict=True))
+        ends, one = offsets.tolist(), self.lookup.batch_ns
+        rest = zip(decodes.tolist(), total.tolist(), largest.tolist(), strict=True)
+        ns = np.array([one(chunks[ends[i] : ends[i + 1]], *batch) for i, batch in enumerate(rest)])
+        return ns, np.add.reduceat(tokens, offsets[:-1])
+
+
+def _some(at: Column, *columns: Any) -> list[Any]:
+    return [None if column is None else column.take(at) for column in columns]
+
+
+def _tuples(table: NDArray[Any]) -> list[Any]:
+    return list(map(tuple, table.tolist()))

@@ -1,0 +1,235 @@
+"""A device's measured operators and a model's shape, put together: the cost model of any dense model on that device.
+
+A model that was profiled itself finds every operator in its own width. For any other, GEMMs and attention come from the
+nearest measured ones (`profiler.operators.laws.gemm_law`, `profiler.operators.fitting.attention_family`), norms and
+activations by their bytes, and the
+result says which operators are composed, so that nothing counts as inside the measured region that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.errors import ProfileError
+from profiler.operators.attention_tables import AttentionTables
+from profiler.operators.composed_engine import Engine, Region
+from profiler.operators.engine_terms import EngineTerms
+from profiler.operators.fitted_model import FittedModel
+from profiler.operators.fitting.device_fit import DeviceFit
+from profiler.operators.fitting.error_factors import half_widths
+from profiler.roofline.constants import RooflineConstants
+from profiler.specs.dtypes import canonical_dtype
+from profiler.specs.hardware import Hardware
+from profiler.specs.layer_split import check_split, split_layers
+from profiler.specs.model_spec import ModelSpec
+
+Array = NDArray[np.float64]
+Curve = Callable[[Array], Array]
+
+ELEMENT_BYTES = 2
+"""All profiles are of 16-bit activations."""
+
+
+def compose(
+    fit: DeviceFit,
+    spec: ModelSpec,
+    hardware: Hardware,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
+    tp: int = 1,
+    pp: int = 1,
+    layer_split: Sequence[int] | None = None,
+    terms: EngineTerms | None = None,
+    pipeline_link: str = "link",
+) -> FittedModel:
+    """The cost model of `spec` on the fitted device; arguments as in `profiler.load_cost_model`.
+
+    Raises ProfileError where the fit cannot serve: another dtype, an odd split, no attention to start from.
+    """
+    spec.check_tp(tp)
+    wanted = canonical_dtype(dtype)
+    if {wanted, fit.dtype} - {"bfloat16", "float16"}:
+        raise ProfileError(f"fitted model {fit.gpu}: found dtype {wanted}, expected {fit.dtype}, which was measured")
+    if kv_dtype != "auto" and canonical_dtype(kv_dtype) not in ("bfloat16", "float16"):
+        raise ProfileError(f"fitted model {fit.gpu}: found kv_dtype {kv_dtype}, expected auto or {fit.dtype}")
+    split = tuple(layer_split) if layer_split is not None else split_layers(spec.layers, pp)
+    check_split(split, spec.layers, pp)
+    parts = _Parts(fit, spec, hardware, tp, terms or EngineTerms.from_mapping(fit.terms, f"fitted model {fit.gpu}"))
+    name = f"fitted {spec.name} {fit.gpu} tp{tp}{f' pp{pp}' if pp > 1 else ''} {wanted}"
+    attention = AttentionTables(
+        parts.attention(),
+        window=spec.sliding_window,
+        fused=parts.terms.fused_batches,
+        uneven=parts.terms.uneven_contexts and not spec.sliding_window,
+        typical=parts.terms.typical_contexts,
+        padded=parts.terms.padded,
+    )
+    layers, first, last, sampled = parts.layer_rows(), parts.first_rows(), parts.last_rows(), parts.sampled()
+    region = parts.region()
+    engine = Engine(
+        name,
+        split,
+        layers,
+        first,
+        last,
+        sampled,
+        attention,
+        region,
+        parts.terms,
+        _send(hardware, spec, pipeline_link),
+        half_widths=half_widths(fit.errors, region.composed, frozenset(fit.spreads)),
+        spreads=fit.spreads,
+        gemms={gemm.name: (gemm.n, gemm.k) for gemm in (*spec.gemms(tp), spec.head_gemm(tp))},
+        provenance=parts.provenance(),
+    )
+    return FittedModel(engine)
+
+
+class _Parts:
+    """The operators of one model on one device, each as a function of rows."""
+
+    def __init__(self, fit: DeviceFit, spec: ModelSpec, hardware: Hardware, tp: int, terms: EngineTerms) -> None:
+        self.fit, self.spec, self.hardware, self.tp, self.terms = fit, spec, hardware, tp, terms
+        self.composed: list[str] = []
+        self.unmeasured: list[str] = []
+        self.reach: list[float] = []
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def gemm(self, name: str, n: int, k: int) -> Curve:
+        curve, measured = self.fit.gemm(name, n, k)
+        if not measured:
+            self.composed.append(f"{name} {n}x{k}")
+            if not self.fit.between_gemms(n, k):
+                self.unmeasured.append(f"{name} {n}x{k}")
+        if name != "head":
+            self.reach.append(float(curve.rows[-1]))
+        return lambda rows: self.fit.gemm_us(curve, rows)
+
+    def elementwise(self, name: str, width: int, moved: float) -> Curve:
+        """A norm, activation or rotary embedding: its own curve, another width's by bytes, or one pass over memory."""
+        curve = self.fit.nearest(name, width)
+        constants = RooflineConstants()
+        rate = self.hardware.memory_bandwidth * constants.memory_efficiency * 1e-6
+
+        def one_pass(rows: Array) -> Array:
+            return constants.kernel_ns * 1e-3 + rows * (moved * ELEMENT_BYTES / rate)
+
+        if curve is None:
+            self.composed.append(name)
+            return one_pass
+        if not self.terms.compiled:
+            return curve.smooth_us
+        return lambda rows: np.minimum(curve.smooth_us(rows), one_pass(rows))
+
+    def all_reduce(self) -> Curve:
+        """Of one hidden state a row: measured, or bytes over the link where no measurement exists."""
+        width = self.spec.hidden * ELEMENT_BYTES
+        for collective in self.fit.collectives:
+            if collective.participants == self.tp:
+                return lambda rows: collective.curve.smooth_us(rows * width)
+        self.composed.append("all_reduce")
+        self.unmeasured.append("all_reduce")
+        return self._over_link(2.0 * (self.tp - 1) / self.tp * width)
+
+    def _over_link(self, moved: float) -> Curve:
+        """`moved` bytes a row over the device's own link, after the latency of a collective on it."""
+        before_ns, bytes_per_ns = RooflineConstants().collective(self.hardware.link, self.hardware.link_bandwidth)
+        return lambda rows: before_ns * 1e-3 + rows * (moved / bytes_per_ns * 1e-3)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def layer_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        spec, tp = self.spec, self.tp
+        parts: dict[str, Curve] = {gemm.name: self.gemm(gemm.name, gemm.n, gemm.k) for gemm in spec.gemms(tp)}
+        norm = self.elementwise("norm", spec.hidden, 4 * spec.hidden)
+        inner = spec.intermediate // tp * (2 if spec.gated else 1)
+        q, kv = spec.q_size // tp, spec.kv_heads_per_device(tp) * spec.head_dim
+        parts["activation"] = self.elementwise("activation", inner, inner + spec.intermediate // tp)
+        if spec.position == "rope":
+            parts["rotary"] = self.elementwise("rotary", q + kv, 2 * (q + kv))
+        if spec.qk_norm:
+            own = self.fit.nearest("qk_norm", q + kv) is not None
+            parts["qk_norm"] = self.elementwise("qk_norm" if own else "norm", q + kv, 2 * (q + kv))
+        if tp > 1:
+            reduce = self.all_reduce()
+            parts["all_reduce"] = lambda rows: 2.0 * reduce(rows)
+        parts["norm"] = lambda rows: spec.norms_per_layer * norm(rows)
+        kernels = len(spec.gemms(tp)) + spec.norms_per_layer + 3
+        if self.terms.kernel_gap_us:
+            gap = kernels * self.terms.kernel_gap_us
+            parts["kernel_gaps"] = lambda rows: np.full(len(rows), gap)
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+
+    def first_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        """The embedding; each of tp devices looks up its part of the vocabulary, and an all-reduce adds them."""
+        parts = {"embedding": self.elementwise("embedding", self.spec.hidden, 2 * self.spec.hidden)}
+        if self.tp > 1:
+            parts["all_reduce"] = self.all_reduce()
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+
+    def last_rows(self) -> Callable[[Array], Mapping[str, Array]]:
+        norm = self.elementwise("final_norm", self.spec.hidden, 4 * self.spec.hidden)
+        return lambda rows: {"final_norm": norm(rows)}
+
+    def sampled(self) -> Callable[[Array], Mapping[str, Array]]:
+        spec, tp = self.spec, self.tp
+        gemm = spec.head_gemm(tp)
+        head = self.gemm("head", gemm.n, gemm.k)
+        parts: dict[str, Curve] = {"head": head}
+        if self.terms.sampler:
+            passes = RooflineConstants().sampler_bytes / ELEMENT_BYTES
+            parts["sampler"] = self.elementwise("sampler", spec.vocab, passes * spec.vocab)
+        if tp > 1:
+            parts["gather_logits"] = self._over_link((tp - 1) / tp * spec.vocab * ELEMENT_BYTES)
+        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+
+    def attention(self) -> Any:
+        heads, kv = self.spec.heads // self.tp, self.spec.kv_heads_per_device(self.tp)
+        found, measured = self.fit.attention_of(heads, kv, self.spec.head_dim)
+        if not measured:
+            self.composed.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
+            self.unmeasured.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
+        self._region, self._mixed = found.region, "mixed" in found.misses
+        return replace(found, decode_law=replace(found.decode_law, warm=1.0)) if self.terms.cold_keys else found
+
+    def region(self) -> Region:
+        measured = self._region
+        head = [curve.rows[-1] for curve in self.fit.curves if curve.operator in ("head", "gemm")]
+        return Region(
+            rows=int(min(self.reach)),
+            sampled=int(max(head, default=0)),
+            tokens=measured.get("tokens", 0),
+            prefix=measured.get("prefix", 0),
+            decodes=measured.get("decodes", 0),
+            context=measured.get("context", 0),
+            mixed=self._mixed,
+            composed=tuple(self.composed),
+            unmeasured=tuple(self.unmeasured),
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "device_fit": dict(self.fit.provenance),
+            "model": self.spec.summary(),
+            "hardware": self.hardware.summary(),
+            "dtype": self.fit.dtype,
+            "tp": self.tp,
+            "held_out_errors": {key: dict(value) for key, value in self.fit.errors.items()},
+            "profiled": (self.spec.name, self.tp) in self.fit.profiled,
+        }
+
+
+def _send(hardware: Hardware, spec: ModelSpec, pipeline_link: str) -> tuple[float, float]:
+    """(ns, ns per row) of hidden states to the next stage, from the link's specification."""
+    rate = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
+    if rate is None:
+        raise ProfileError(f"gpu {hardware.name}: network_bandwidth is not known, so stages cannot sit on two nodes")
+    constants = RooflineConstants()
+    return constants.send_ns, spec.hidden * ELEMENT_BYTES / (rate * constants.link_efficiency / 1e9)

@@ -1,0 +1,66 @@
+"""An engine composed from measured operators, as plain data: what `profiler.operators.compose` hands to
+`profiler.operators.fitted_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiler.operators.attention_tables import AttentionTables
+from profiler.operators.engine_terms import EngineTerms
+from profiler.operators.fitting.error_sizes import Spread
+
+RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The measured region: largest rows, sampled rows, chunk tokens, prefix, decodes and context.
+
+    mixed: whether chunks were measured beside decodes.
+    composed: operators that were not measured in this width, by name. unmeasured: those of them that stand on more
+        than an interpolation between measured widths or one pass over their bytes, so that no shape counts as inside.
+    """
+
+    rows: int
+    sampled: int
+    tokens: int
+    prefix: int
+    decodes: int
+    context: int
+    mixed: bool = True
+    composed: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What `profiler.operators.compose` hands over: everything that a FittedModel evaluates.
+
+    layer_rows: microseconds of one layer's row operators by name, over rows; first_rows, last_rows: the same for what
+    the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
+    half_widths: of 90 % intervals by operator, one factor for all shapes
+    (`profiler.operators.fitting.error_factors`); spreads: errors that
+    differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer.
+    """
+
+    name: str
+    layer_split: tuple[int, ...]
+    layer_rows: RowTerms
+    first_rows: RowTerms
+    last_rows: RowTerms
+    sampled: RowTerms
+    attention: AttentionTables
+    region: Region
+    terms: EngineTerms
+    send: tuple[float, float] = (0.0, 0.0)
+    tile: int = 128
+    half_widths: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+    gemms: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,386 @@
+"""The fitted cost model: measured operators of one device, composed into one engine, evaluated into dense tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.work.batch import BatchShape
+from policies.work.request import Ns
+from profiler.errors import ProfileError
+from profiler.operators.attention_lookup import AttentionLookup
+from profiler.operators.composed_engine import Engine, RowTerms
+from profiler.operators.drawn_errors import DrawnAttention, ErrorField
+from profiler.operators.fitting.error_factors import factors
+from profiler.operators.fitting.error_sizes import Spread
+from profiler.specs.shape_columns import ShapeColumns
+
+Column = NDArray[np.int64]
+
+MAX_ROWS = 1 << 20
+
+# Arrays have a price of their own, which this many steps of a plain loop would pay.
+WORTH_AN_ARRAY = 96
+
+# So many shapes are evaluated at once: their columns stay in a processor's cache.
+BLOCK = 8192
+
+
+class FittedModel:
+    """CostModel of one engine from measured operators.
+
+    Every integer is an operator's time over all layers of a stage, rounded once; sums of them are exact, so breakdowns
+    add up, and the scalar and the vector path, which share tables and operations, agree.
+    """
+
+    kind = "fitted"
+    calibrated = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.name, self.tile = engine.name, engine.tile
+        self.layer_split = engine.layer_split
+        self.stages = len(engine.layer_split)
+        self._attention = engine.attention
+        self._lookup: AttentionLookup = engine.attention.lookup
+        self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
+        self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
+        self._sampled_column: Column = np.zeros(0, np.int64)
+        self._sampled_ns: list[int] = []
+        for stage in range(self.stages):
+            self._grow(stage, 2048)
+        self._grow_sampled(256)
+        # Host terms of up to 1024 sequences, for the inner loop.
+        self._before_ns = [self._host_before_ns(count) for count in range(1025)]
+        self._after_ns = [self._host_after_ns(count) for count in range(1025)]
+        region = engine.region
+        self._bounds: tuple[bool, bool, int, int, int, int, int, int, int] = (
+            not region.unmeasured,
+            region.mixed,
+            region.rows,
+            region.decodes,
+            region.sampled,
+            region.context,
+            region.tokens,
+            region.prefix,
+            engine.layer_split[0],
+        )
+
+    # --- terms by rows -----------------------------------------------------------------------------------------------
+
+    def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
+        """Every term that depends on the rows alone, rounded once each; zero rows cost nothing."""
+        engine, layers = self.engine, self.engine.layer_split[stage]
+        run = engine.terms.padded(rows).astype(np.float64)
+        terms = {name: us * layers for name, us in engine.layer_rows(run).items()}
+        for name, us in engine.first_rows(run).items() if stage == 0 else ():
+            terms[name] = terms[name] + us if name in terms else us
+        if stage == self.stages - 1:
+            terms |= engine.last_rows(run)
+            if engine.terms.step_us:
+                terms["unexplained"] = np.full(len(rows), engine.terms.step_us)
+        return {name: np.where(rows > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
+
+    def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
+        terms = self.engine.sampled(sampled.astype(np.float64))
+        return {name: np.where(sampled > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
+
+    def _grow(self, stage: int, rows: int) -> None:
+        size = max(rows + 1, 2 * len(self._rows_ns[stage]))
+        column = np.zeros(size, np.int64)
+        for term in self._row_terms(stage, np.arange(size, dtype=np.int64)).values():
+            column += term
+        self._rows_column[stage], self._rows_ns[stage] = column, column.tolist()
+
+    def _grow_sampled(self, sampled: int) -> None:
+        size = max(sampled + 1, 2 * len(self._sampled_ns))
+        column = np.zeros(size, np.int64)
+        for term in self._sampled_terms(np.arange(size, dtype=np.int64)).values():
+            column += term
+        self._sampled_column, self._sampled_ns = column, column.tolist()
+
+    def _reach(self, stage: int, rows: int, sampled: int) -> None:
+        if max(rows, sampled) > MAX_ROWS or min(rows, sampled) < 0:
+            raise ProfileError(f"batch of {rows} rows, {sampled} sampled: expected 0 to {MAX_ROWS}")
+        if rows >= len(self._rows_ns[stage]):
+            self._grow(stage, rows)
+        if sampled >= len(self._sampled_ns):
+            self._grow_sampled(sampled)
+
+    # --- CostModel ---------------------------------------------------------------------------------------------------
+
+    def host_ns(self, shape: BatchShape) -> tuple[Ns, Ns]:
+        """Planning and input preparation before, output handling after; per step and per sequence."""
+        return self._host_before_ns(len(shape[0]) + shape[1]), self._host_after_ns(shape[5])
+
+    def _host_before_ns(self, sequences: int) -> Ns:
+        terms = self.engine.terms
+        return int((terms.host_before_us + sequences * terms.host_before_sequence_us) * 1e3 + 0.5)
+
+    def _host_after_ns(self, sampled: int) -> Ns:
+        terms = self.engine.terms
+        return int((terms.host_after_us + sampled * terms.host_after_sample_us) * 1e3 + 0.5)
+
+    def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
+        """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
+        chunks, rows, total, largest, dummy, sampled, executed = shape
+        measured, mixed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
+        inside = measured and rows <= most_decodes and largest <= longest and sampled <= most_sampled
+        sequences = len(chunks) + rows
+        ns = 0
+        if chunks:
+            ns = int(self._lookup.batch_ns(chunks, rows, total, largest) * layers + 0.5)
+            if rows and not mixed:
+                inside = False
+            for tokens, prefix in chunks:
+                rows += tokens
+                if tokens > most_tokens or prefix > furthest:
+                    inside = False
+        elif rows:
+            ns = int(self._lookup.decode_ns(rows, total, largest) * layers + 0.5)
+        rows += dummy
+        if executed > rows:
+            rows = executed
+        try:
+            ns += self._rows_ns[0][rows]
+            if sampled:
+                ns += self._sampled_ns[sampled]
+            return self._before_ns[sequences], self._after_ns[sampled], ns, inside and rows <= most_rows
+        except IndexError:
+            return (*self.host_ns(shape), self.stage_ns(shape), self.inside(shape))
+
+    def least_ns(self) -> Ns:
+        """`profiler.cost_model.QuickCostModel`: host and rows. An eighth of the rows' time is left out for attention,
+        which a fit may draw below nothing where there is hardly any."""
+        return min(self._before_ns[1:]) + min(self._after_ns) + min(self._rows_ns[0][1:]) * 7 // 8
+
+    def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
+        """(stage_ns, send_ns) of every stage: `profiler.cost_model.QuickCostModel`; attention is looked up once."""
+        chunks, decodes, total, largest, *_ = shape
+        rows, sampled, attention = shape.rows, shape[5], 0.0
+        if chunks:
+            attention = self._lookup.batch_ns(chunks, decodes, total, largest)
+        elif decodes:
+            attention = self._lookup.decode_ns(decodes, total, largest)
+        send, last = self.send_ns(shape, 0), self.stages - 1
+        times = []
+        for stage, layers in enumerate(self.engine.layer_split):
+            self._reach(stage, rows, sampled)
+            ns = int(attention * layers + 0.5) + self._rows_ns[stage][rows]
+            times.append((ns, send) if stage < last else (ns + (self._sampled_ns[sampled] if sampled else 0), 0))
+        return times
+
+    def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
+        """Device time of one stage in ns. The simulator's inner loop; `predict_ns` is its vector twin."""
+        chunks, rows, total, largest, dummy, sampled, executed = shape
+        ns = 0
+        if chunks:
+            attention = self._lookup.batch_ns(chunks, rows, total, largest)
+            ns = int(attention * self.engine.layer_split[stage] + 0.5)
+            for tokens, _ in chunks:
+                rows += tokens
+        elif rows:
+            attention = self._lookup.decode_ns(rows, total, largest)
+            ns = int(attention * self.engine.layer_split[stage] + 0.5)
+        rows += dummy
+        if executed > rows:
+            rows = executed
+        try:
+            ns += self._rows_ns[stage][rows]
+            if sampled and stage == self.stages - 1:
+                ns += self._sampled_ns[sampled]
+        except IndexError:
+            self._reach(stage, rows, sampled)
+            return self.stage_ns(shape, stage)
+        return ns
+
+    def send_ns(self, shape: BatchShape, stage: int) -> Ns:
+        """Hidden states of every row to the next stage; 0 after the last."""
+        if stage >= self.stages - 1:
+            return 0
+        fixed, per_row = self.engine.send
+        return int(fixed + shape.rows * per_row + 0.5)
+
+    def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
+        """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
+        chunks, decodes, total, largest, _, sampled, executed = shape
+        if not decodes:
+            return np.full(steps, self.stage_ns(shape, stage), np.int64)
+        rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
+        layers = self.engine.layer_split[stage]
+        if steps < WORTH_AN_ARRAY and not chunks:
+            one_ns, contexts = self._lookup.decode_ns, range(total, total + steps * decodes, decodes)
+            plain = [
+                int(one_ns(decodes, context, largest + i) * layers + 0.5) + rest for i, context in enumerate(contexts)
+            ]
+            return np.array(plain, np.int64)
+        ahead = np.arange(steps, dtype=np.int64)
+        counts = np.full(steps, decodes, np.int64)
+        if chunks:
+            one = np.array(chunks, np.int64)
+            attention, _ = self._attention.batch_ns_of(
+                np.tile(one[:, 0], steps),
+                np.tile(one[:, 1], steps),
+                np.arange(steps + 1, dtype=np.int64) * len(chunks),
+                counts,
+                total + ahead * decodes,
+                largest + ahead,
+            )
+        else:
+            attention = self._attention.decode_ns_of(counts, total + ahead * decodes, largest + ahead)
+        return (attention * layers + 0.5).astype(np.int64) + rest
+
+    def predict_ns(self, shapes: object, stage: int = 0) -> Column:
+        """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
+        columns = ShapeColumns.of(shapes)
+        count = len(columns)
+        ns = np.empty(count, np.int64)
+        for start in range(0, count, BLOCK):
+            block = columns.part(start, min(start + BLOCK, count))
+            attention, rows = self._attention_of(block)
+            attention *= self.engine.layer_split[stage]
+            attention += 0.5
+            rows = np.maximum(rows + block.dummy_tokens, block.executed_rows)
+            sampled = block.sampled
+            self._reach(stage, int(rows.max()), int(sampled.max()))
+            of_block = self._rows_column[stage].take(rows)
+            of_block += attention.astype(np.int64)
+            if stage == self.stages - 1:
+                of_block += self._sampled_column.take(sampled)
+            ns[start : start + BLOCK] = of_block
+        return ns
+
+    def _attention_of(self, columns: ShapeColumns) -> tuple[NDArray[np.float64], Column]:
+        """One layer's attention of every batch, ns (0 for a batch without any), and its useful tokens."""
+        counts, total, largest = columns.decodes, columns.decode_context_total, columns.decode_context_max
+        tokens, prefix, offsets = columns.chunk_tokens, columns.chunk_prefix, columns.chunk_offsets
+        if not len(tokens) and counts.all():
+            return self._attention.decode_ns_of(counts, total, largest), counts
+        with_chunks = columns.has_chunks
+        if with_chunks.all():
+            attention, prompts = self._attention.batch_ns_of(tokens, prefix, offsets, counts, total, largest)
+            return attention, prompts + counts
+        attention, rows = np.zeros(len(columns)), counts.copy()
+        some = np.flatnonzero(with_chunks)
+        if len(some):
+            # A batch without chunks ends where the next one starts.
+            offsets = np.append(offsets.take(some), offsets[-1])
+            attention[some], prompts = self._attention.batch_ns_of(
+                tokens, prefix, offsets, counts.take(some), total.take(some), largest.take(some)
+            )
+            rows[some] += prompts
+        some = np.flatnonzero(counts > with_chunks * counts)
+        if len(some):
+            attention[some] = self._attention.decode_ns_of(counts.take(some), total.take(some), largest.take(some))
+        return attention, rows
+
+    def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
+        """Operators over all stages, host and sends; sums exactly to host_ns + all stage_ns + all send_ns."""
+        before, after = self.host_ns(shape)
+        parts: dict[str, int] = {"host_before": before}
+        rows = np.array([shape.rows], np.int64)
+        for stage, layers in enumerate(self.engine.layer_split):
+            terms = {name: int(column[0]) for name, column in self._row_terms(stage, rows).items()}
+            if shape.chunks or shape.decodes:
+                name = "mixed_attention" if shape.chunks and shape.decodes else "attention"
+                terms[name] = int(self._attention_ns(shape) * layers + 0.5)
+            if stage == self.stages - 1:
+                sampled = self._sampled_terms(np.array([shape.sampled], np.int64))
+                terms |= {name: int(column[0]) for name, column in sampled.items()}
+            terms["send"] = self.send_ns(shape, stage)
+            for name, ns in terms.items():
+                parts[name] = parts.get(name, 0) + ns
+        parts["host_after"] = after
+        return {name: ns for name, ns in parts.items() if ns}
+
+    def _attention_ns(self, shape: BatchShape) -> float:
+        chunks, decodes, total, largest, *_ = shape
+        if chunks:
+            return self._lookup.batch_ns(chunks, decodes, total, largest)
+        return self._lookup.decode_ns(decodes, total, largest) if decodes else 0.0
+
+    def inside(self, shape: BatchShape) -> bool:
+        """Whether the shape lies within the measured bounds, and every operator was measured in this width or between
+        measured ones (norms and activations may be passes over their bytes)."""
+        region = self.engine.region
+        return (
+            not region.unmeasured
+            and (region.mixed or not (shape.chunks and shape.decodes))
+            and shape.rows <= region.rows
+            and shape.sampled <= region.sampled
+            and shape.decodes <= region.decodes
+            and shape.decode_context_max <= region.context
+            and all(tokens <= region.tokens and prefix <= region.prefix for tokens, prefix in shape.chunks)
+        )
+
+    def perturbed(self, seed: int) -> FittedModel:
+        """The same model off by errors drawn as its held-out ones are: from shape to shape where they were measured,
+        by one factor an operator where they were not, and for the host.
+
+        Runs over many seeds turn the model's uncertainty into intervals of any statistic.
+        """
+        engine, drawn = self.engine, factors(self.engine.half_widths, seed)
+        by_operator: dict[str, list[Spread]] = {}
+        for spread in engine.spreads.values():
+            by_operator.setdefault(spread.operator, []).append(spread)
+        fields = {name: ErrorField(parts, seed) for name, parts in by_operator.items()}
+        gemm = fields.get("gemm")
+
+        def off(name: str, rows: NDArray[np.float64]) -> Any:
+            factor = drawn.get(name, 1.0)
+            shape = engine.gemms.get(name)
+            return factor if gemm is None or shape is None else factor * gemm.factors(rows, *shape)[:, 0, 0]
+
+        def scaled(terms: RowTerms) -> RowTerms:
+            return lambda rows: {name: us * off(name, rows) for name, us in terms(rows).items()}
+
+        source = DrawnAttention(engine.attention, fields, drawn)
+        slower, terms = drawn.get("host", 1.0), asdict(engine.terms)
+        host = {name: value * slower for name, value in terms.items() if name.startswith("host_")}
+        changed = replace(
+            engine,
+            name=f"{engine.name} draw {seed}",
+            layer_rows=scaled(engine.layer_rows),
+            first_rows=scaled(engine.first_rows),
+            last_rows=scaled(engine.last_rows),
+            sampled=scaled(engine.sampled),
+            attention=engine.attention.of(source) if source.differs else engine.attention,
+            terms=replace(engine.terms, **host),
+            provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
+        )
+        return FittedModel(changed)
+
+    def provenance(self) -> Mapping[str, object]:
+        engine = self.engine
+        return {
+            "kind": self.kind,
+            "calibrated": self.calibrated,
+            "name": self.name,
+            "layer_split": list(engine.layer_split),
+            "tile": self.tile,
+            "terms": asdict(engine.terms),
+            "half_widths_90": dict(engine.half_widths),
+            "region": asdict(engine.region),
+            **engine.provenance,
+        }
+
+
+def find_fitted(gpu: str) -> Any:
+    """Path of the fitted model that ships for a GPU of the hardware table, or None."""
+    from profiler.operators.fitting.model_file import shipped
+
+    return shipped(gpu)
+
+
+def load_fitted(path: Any, spec: Any, hardware: Any, **engine: Any) -> FittedModel:
+    """Read a model file and compose it into a cost model of `spec` (a ModelSpec); see
+    `profiler.operators.compose.compose`.
+    """
+    from profiler.operators.compose import compose
+    from profiler.operators.fitting.model_file import read_model
+
+    return compose(read_model(path), spec, hardware, **engine)

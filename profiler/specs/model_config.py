@@ -1,0 +1,384 @@
+"""Reads model specs: by name from data/models.toml, from a Hugging Face folder or config.json, from a TOML file.
+
+Hugging Face configs spell one fact in many ways and leave out whatever equals their class's default; each family below
+is one function that knows its family's spellings and defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from policies.edges.input_file import read_json, read_toml
+from policies.edges.settings import shown
+from profiler.errors import ProfileError
+from profiler.specs.model_spec import ModelSpec
+
+_FIELDS = {field.name for field in fields(ModelSpec)}
+Facts = dict[str, Any]
+
+
+def load_model_spec(name_or_path: str | Path) -> ModelSpec:
+    """The spec of a named model, a Hugging Face folder or config.json, or a TOML file of ModelSpec fields.
+
+    Names are case-insensitive; an organisation ("meta-llama/Llama-3.1-8B") and endings such as "-Instruct" or "-hf" are
+    ignored when the bare name is known. Raises ProfileError, with near matches for an unknown name.
+    """
+    text = str(name_or_path)
+    path = Path(text)
+    if path.is_dir() and ((path / "config.json").exists() or _known(text) is None):
+        return _from_hugging_face(path / "config.json")
+    if path.suffix == ".json":
+        return _from_hugging_face(path)
+    if path.suffix == ".toml":
+        return _from_toml(path)
+    return _named(text)
+
+
+def model_names() -> list[str]:
+    """Names that load_model_spec knows, in the order of the table."""
+    return list(_table())
+
+
+@cache
+def _table() -> dict[str, ModelSpec]:
+    text = resources.files("profiler").joinpath("data/models.toml").read_text(encoding="utf-8")
+    return {name: _build(name, facts, "models.toml") for name, facts in tomllib.loads(text).items()}
+
+
+def _known(text: str) -> ModelSpec | None:
+    """The named model that `text` means, if any."""
+    table = _table()
+    return next((table[form] for form in _spellings(text.lower().rsplit("/", 1)[-1]) if form in table), None)
+
+
+def _named(text: str) -> ModelSpec:
+    if spec := _known(text):
+        return spec
+    table = _table()
+    name = text.lower().rsplit("/", 1)[-1]
+    near = difflib.get_close_matches(name, table, n=4, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(table)}"
+    raise ProfileError(f"model {text!r} is neither a known name nor an existing folder, .json or .toml file; {hint}")
+
+
+def _spellings(name: str) -> list[str]:
+    forms = [name, name.replace("_", "-")]
+    for ending in ("-instruct", "-chat", "-hf", "-base"):
+        forms += [form.removesuffix(ending) for form in list(forms)]
+    forms += [form.replace("meta-llama-", "llama-") for form in list(forms)]
+    return list(dict.fromkeys(forms))
+
+
+def _build(name: str, facts: Mapping[str, Any], where: str) -> ModelSpec:
+    unknown = sorted(set(facts) - _FIELDS)
+    if unknown:
+        raise ProfileError(f"{where}: model {name}: unknown key {unknown[0]!r}, expected one of {sorted(_FIELDS)}")
+    facts = dict(facts)
+    facts["name"] = facts.get("name", name)
+    facts.setdefault("kv_heads", facts.get("heads"))
+    heads, hidden = facts.get("heads"), facts.get("hidden")
+    if "head_dim" not in facts and isinstance(heads, int) and isinstance(hidden, int) and heads:
+        facts["head_dim"] = hidden // heads
+    try:
+        return ModelSpec(**facts)
+    except TypeError as error:
+        missing = [key for key in _REQUIRED if facts.get(key) is None]
+        what = f"missing {', '.join(missing)}" if missing else str(error)
+        raise ProfileError(f"{where}: model {facts['name']}: {what}") from None
+
+
+_REQUIRED = ("layers", "hidden", "heads", "intermediate", "vocab", "max_position")
+
+
+def _from_toml(path: Path) -> ModelSpec:
+    facts = read_toml(path, ProfileError)
+    if len(facts) == 1 and isinstance(next(iter(facts.values())), dict) and "rope_scaling" not in facts:
+        name, facts = next(iter(facts.items()))
+        return _build(name, facts, str(path))
+    return _build(path.stem, facts, str(path))
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+class _Config:
+    """A config.json with its path, so that every complaint names file and key."""
+
+    def __init__(self, path: Path, keys: Mapping[str, Any]) -> None:
+        self.path, self.keys = path, keys
+
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of `names` that is present and not null, as a whole number of at least `least`."""
+        for name in names:
+            value = self.keys.get(name)
+            if value is None:
+                continue
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ProfileError(
+                    f"{self.path}: {name}: found {shown(value)}, expected a whole number of at least {least}"
+                )
+            return value
+        if default is None:
+            raise ProfileError(f"{self.path}: missing {' or '.join(names)}")
+        return default
+
+    def number(self, *names: str, default: float) -> float:
+        for name in names:
+            value = self.keys.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected a number")
+            return float(value)
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.keys.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected true or false")
+        return value
+
+    def text(self, *names: str, default: str) -> str:
+        for name in names:
+            value = self.keys.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise ProfileError(f"{self.path}: {name}: found {shown(value)}, expected a text")
+            return value
+        return default
+
+
+def _from_hugging_face(path: Path) -> ModelSpec:
+    if not path.exists():
+        raise ProfileError(f"{path}: no such file; expected a Hugging Face config.json")
+    keys = read_json(path, ProfileError)
+    if not isinstance(keys, dict):
+        raise ProfileError(f"{path}: found {type(keys).__name__}, expected a JSON object")
+    config = _Config(path, keys)
+    family = config.text("model_type", default="")
+    if family not in _FAMILIES:
+        raise ProfileError(f"{path}: model_type: found {family!r}, expected one of {', '.join(_FAMILIES)}")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if config.keys.get(key):
+            raise ProfileError(f"{path}: {key}: mixture-of-experts models are not supported, expected a dense model")
+    architectures = config.keys.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise ProfileError(f"{path}: architectures: found {shown(architectures)}, expected a list of class names")
+    facts = _FAMILIES[family](config)
+    facts.setdefault("architecture", architectures[0] or facts["default_architecture"])
+    del facts["default_architecture"]
+    facts["dtype"] = config.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
+    facts["source"] = f"Hugging Face {path.name}"
+    named = config.text("_name_or_path", default="").rstrip("/").rsplit("/", 1)[-1]
+    name = path.parent.name or path.parent.resolve().name or named
+    return _build(name, facts, str(path))
+
+
+def _sizes(config: _Config) -> Facts:
+    """The keys on which the Llama-like families agree."""
+    heads = config.integer("num_attention_heads")
+    hidden = config.integer("hidden_size")
+    return {
+        "layers": config.integer("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": config.integer("num_key_value_heads", default=heads),
+        "head_dim": config.integer("head_dim", default=hidden // heads),
+        "intermediate": config.integer("intermediate_size"),
+        "vocab": config.integer("vocab_size"),
+        "activation": config.text("hidden_act", default="silu"),
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        **_rope(config),
+    }
+
+
+def _rope(config: _Config, theta: float = 10000.0) -> Facts:
+    """Rotary facts under old keys (rope_theta, rope_scaling with `type`) and new ones (rope_parameters)."""
+    new = config.keys.get("rope_parameters") or {}
+    old = config.keys.get("rope_scaling") or {}
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        raise ProfileError(f"{config.path}: rope_parameters and rope_scaling: expected a JSON object or null")
+    nested = [key for key, value in new.items() if isinstance(value, dict)]
+    if nested:
+        raise ProfileError(f"{config.path}: rope_parameters: {nested[0]}: one set for all layers was expected")
+    scaling = dict(new or old)
+    if "type" in scaling:
+        scaling["rope_type"] = scaling.pop("type")
+    own = _Config(config.path, {key: scaling.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")})
+    kind = scaling.get("rope_type", "default")
+    original = config.keys.get("original_max_position_embeddings")
+    if original is not None and kind != "default":
+        scaling.setdefault("original_max_position_embeddings", original)
+    return {
+        "position": "rope",
+        "rope_theta": own.number("rope_theta", default=config.number("rope_theta", default=theta)),
+        "rope_scaling": None if kind == "default" else scaling,
+        "rotary_fraction": own.number(
+            "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
+        ),
+    }
+
+
+def _llama(config: _Config) -> Facts:
+    bias = config.flag("attention_bias", False)
+    return {
+        **_sizes(config),
+        "max_position": config.integer("max_position_embeddings", default=2048),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": config.flag("mlp_bias", False),
+        "default_architecture": "LlamaForCausalLM",
+    }
+
+
+def _mistral(config: _Config) -> Facts:
+    # A missing key means Mistral's own default of 4096; an explicit null means no window.
+    window = config.integer("sliding_window", default=4096)
+    if "sliding_window" in config.keys and config.keys["sliding_window"] is None:
+        window = 0
+    return {
+        **_sizes(config),
+        "max_position": config.integer("max_position_embeddings", default=131072),
+        "sliding_window": window or None,
+        "default_architecture": "MistralForCausalLM",
+    }
+
+
+def _qwen(config: _Config) -> Facts:
+    """Qwen2 and Qwen2.5: bias on q, k, v only; a sliding_window value counts only with use_sliding_window."""
+    facts = {
+        **_sizes(config),
+        "max_position": config.integer("max_position_embeddings", default=32768),
+        "qkv_bias": True,
+        "default_architecture": "Qwen2ForCausalLM",
+    }
+    facts["sliding_window"] = _qwen_window(config, facts["layers"])
+    return facts
+
+
+def _qwen_window(config: _Config, layers: int) -> int | None:
+    if not config.flag("use_sliding_window", False):
+        return None
+    first = config.integer("max_window_layers", default=28, least=0)
+    if first >= layers:
+        return None
+    if first > 0:
+        raise ProfileError(f"{config.path}: max_window_layers: found {first}; windows on some layers only: unsupported")
+    return config.integer("sliding_window", default=4096)
+
+
+def _qwen3(config: _Config) -> Facts:
+    bias = config.flag("attention_bias", False)
+    facts = {
+        **_sizes(config),
+        "head_dim": config.integer("head_dim", default=128),
+        "max_position": config.integer("max_position_embeddings", default=32768),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": True,
+        "default_architecture": "Qwen3ForCausalLM",
+    }
+    facts["sliding_window"] = _qwen_window(config, facts["layers"])
+    return facts
+
+
+def _phi3(config: _Config) -> Facts:
+    """Phi-3 and Phi-4-mini: `su` and `longrope` scaling with factors per dimension, a window that may exceed reach."""
+    facts = {
+        **_sizes(config),
+        "norm_eps": config.number("rms_norm_eps", default=1e-5),
+        "max_position": config.integer("max_position_embeddings", default=4096),
+        "default_architecture": "Phi3ForCausalLM",
+    }
+    if facts["rope_scaling"] and facts["rope_scaling"].get("rope_type") == "su":
+        facts["rope_scaling"]["rope_type"] = "longrope"
+    window = config.integer("sliding_window", default=facts["max_position"])
+    facts["sliding_window"] = window if window < facts["max_position"] else None
+    return facts
+
+
+def _gpt2(config: _Config) -> Facts:
+    """GPT-2, and GPT-3-like shapes in its keys: learned positions, LayerNorm, biases everywhere, tied head."""
+    hidden = config.integer("n_embd", "hidden_size", default=768)
+    heads = config.integer("n_head", "num_attention_heads", default=12)
+    return {
+        "layers": config.integer("n_layer", "num_hidden_layers", default=12),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "intermediate": config.integer("n_inner", "intermediate_size", default=4 * hidden),
+        "vocab": config.integer("vocab_size", default=50257),
+        "max_position": config.integer("n_positions", "n_ctx", "max_position_embeddings", default=1024),
+        "gated": False,
+        "activation": config.text("activation_function", default="gelu_new"),
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "norm": "layernorm",
+        "norm_eps": config.number("layer_norm_epsilon", default=1e-5),
+        "position": "learned",
+        "default_architecture": "GPT2LMHeadModel",
+    }
+
+
+def _falcon(config: _Config) -> Facts:
+    """Falcon: parallel attention, two matrices, grouped heads in the new architecture, one KV head (7B) in the old."""
+    hidden = config.integer("hidden_size", "n_embed", default=4544)
+    heads = config.integer("num_attention_heads", "n_head", default=71)
+    new = config.flag("new_decoder_architecture", False)
+    parallel = config.flag("parallel_attn", True) or new
+    if new:
+        kv_heads = config.integer("num_kv_heads", "n_head_kv", default=heads)
+    else:
+        kv_heads = 1 if config.flag("multi_query", True) else heads
+    norms = config.integer("num_ln_in_parallel_attn", default=2 if new else 1) if parallel else 2
+    bias = config.flag("bias", False)
+    rotary = {"position": "alibi"} if config.flag("alibi", False) else _rope(config)
+    return {
+        "layers": config.integer("num_hidden_layers", "n_layer", default=32),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate": config.integer("ffn_hidden_size", default=4 * hidden),
+        "vocab": config.integer("vocab_size", default=65024),
+        "max_position": config.integer("max_position_embeddings", default=2048),
+        "gated": False,
+        "activation": config.text("activation", default="gelu"),
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bias,
+        "norm": "layernorm",
+        "norm_eps": config.number("layer_norm_epsilon", default=1e-5),
+        "norms_per_layer": norms,
+        "parallel_attention": parallel,
+        **rotary,
+        "default_architecture": "FalconForCausalLM",
+    }
+
+
+_FAMILIES: dict[str, Callable[[_Config], Facts]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen,
+    "qwen3": _qwen3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+    "falcon": _falcon,
+}

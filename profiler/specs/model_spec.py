@@ -1,0 +1,248 @@
+"""What a model is, as far as its cost and its memory are concerned: the shape of a dense decoder.
+
+Everything that can be derived is derived (parameters, bytes, FLOPs, the GEMMs of a layer), so that one set of facts
+serves roofline, fits, memory planning and the executor. `profiler.specs.model_config` reads them from names and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from policies.edges.settings import check_settings
+from profiler.errors import ProfileError
+from profiler.specs.dtypes import dtype_bytes
+
+
+class Gemm(NamedTuple):
+    """One linear layer on one device: [rows, k] x [k, n]."""
+
+    name: str
+    n: int
+    k: int
+
+    @property
+    def weights(self) -> int:
+        return self.n * self.k
+
+
+LARGEST = 1 << 40
+"""No width, depth or length of a model comes near it; products of larger ones overflow a float."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder-only transformer.
+
+    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab: sizes; heads * head_dim may differ from hidden.
+    gated: three FFN matrices (gate, up, down) instead of two.
+    qkv_bias, out_bias, mlp_bias: biases of q/k/v, of the attention output, of the FFN matrices.
+    qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
+    norm: "rmsnorm" (one vector) or "layernorm" (weight and bias); norms_per_layer: 2, or 1 where a parallel block
+        shares one.
+    parallel_attention: attention and FFN read the same input and are added together (Falcon, GPT-J, Phi).
+    position: "rope", "learned" or "alibi"; rope_theta, rope_scaling (the Hugging Face dictionary with `rope_type`)
+        and rotary_fraction (share of head_dim that is rotated) belong to "rope".
+    sliding_window: tokens that attention may look back, None for all.
+    dtype: the checkpoint's own dtype. architecture: the Hugging Face class name.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_position: int
+    gated: bool = True
+    activation: str = "silu"
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    norms_per_layer: int = 2
+    parallel_attention: bool = False
+    position: str = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    rotary_fraction: float = 1.0
+    sliding_window: int | None = None
+    dtype: str = "bfloat16"
+    architecture: str = "LlamaForCausalLM"
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_position")
+        for key in sizes:
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+                found = repr(value)[:40]
+                raise ProfileError(f"model {self.name}: {key}: found {found}, expected a whole number of 1 to 2^40")
+        check_settings(self, ProfileError, named=lambda key: f"model {self.name}: {key}")
+        if self.heads % self.kv_heads:
+            raise ProfileError(f"model {self.name}: {self.heads} heads cannot share {self.kv_heads} kv_heads evenly")
+        for key, allowed in (("norm", ("rmsnorm", "layernorm")), ("position", ("rope", "learned", "alibi"))):
+            if getattr(self, key) not in allowed:
+                found = getattr(self, key)
+                raise ProfileError(f"model {self.name}: {key}: found {found!r}, expected one of {', '.join(allowed)}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ProfileError(f"model {self.name}: sliding_window: found {self.sliding_window}, expected at least 1")
+        if not self.norm_eps >= 0.0:
+            raise ProfileError(f"model {self.name}: norm_eps: found {self.norm_eps}, expected at least 0")
+        if not self.rope_theta > 0.0:
+            raise ProfileError(f"model {self.name}: rope_theta: found {self.rope_theta}, expected more than 0")
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            share = self.rotary_fraction
+            raise ProfileError(f"model {self.name}: rotary_fraction: found {share}, expected more than 0, at most 1")
+
+    # A mapping field cannot be hashed, and a spec is a natural cache key; two specs with equal shapes are equal.
+    def __hash__(self) -> int:
+        return hash((self.name, self.layers, self.hidden, self.heads, self.kv_heads, self.intermediate, self.vocab))
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one token's keys in one layer (values have as many)."""
+        return self.kv_heads * self.head_dim
+
+    @cached_property
+    def norm_params(self) -> int:
+        """Parameters of one norm over the hidden state."""
+        return self.hidden * (2 if self.norm == "layernorm" else 1)
+
+    @cached_property
+    def layer_params(self) -> int:
+        """Parameters of one transformer layer."""
+        return sum(gemm.weights for gemm in self.gemms()) + self._small_layer_params(1)
+
+    @property
+    def embedding_params(self) -> int:
+        """Token embedding, and the position table where positions are learned."""
+        learned = self.max_position * self.hidden if self.position == "learned" else 0
+        return self.vocab * self.hidden + learned
+
+    @property
+    def head_params(self) -> int:
+        """The output matrix: [vocab, hidden], counted whether or not it is tied."""
+        return self.vocab * self.hidden
+
+    @cached_property
+    def params(self) -> int:
+        """Parameters as published: tied matrices count once."""
+        head = 0 if self.tied_embeddings else self.head_params
+        return self.layers * self.layer_params + self.embedding_params + self.norm_params + head
+
+    def check_tp(self, tp: int) -> None:
+        """Raise unless the model splits evenly over `tp` devices (KV heads may be replicated)."""
+        if tp < 1:
+            raise ProfileError(f"tp: found {tp}, expected at least 1")
+        if self.heads % tp or self.intermediate % tp:
+            raise ProfileError(
+                f"tp: found {tp}, expected a divisor of {self.name}'s {self.heads} heads and its FFN of "
+                f"{self.intermediate}"
+            )
+        if self.kv_heads % tp and tp % self.kv_heads:
+            raise ProfileError(f"tp: {tp} neither divides nor is a multiple of {self.name}'s {self.kv_heads} KV heads")
+
+    def kv_heads_per_device(self, tp: int = 1) -> int:
+        """KV heads on one device: beyond kv_heads devices they are replicated, not split."""
+        self.check_tp(tp)
+        return max(1, self.kv_heads // tp)
+
+    def gemms(self, tp: int = 1) -> tuple[Gemm, ...]:
+        """Linear layers of one transformer layer on one of `tp` devices (Megatron split; q/k/v and gate/up fused)."""
+        self.check_tp(tp)
+        q = self.q_size // tp
+        kv = self.kv_heads_per_device(tp) * self.head_dim
+        ffn = self.intermediate // tp
+        return (
+            Gemm("qkv", q + 2 * kv, self.hidden),
+            Gemm("attention_out", self.hidden, q),
+            Gemm("ffn_up", ffn * (2 if self.gated else 1), self.hidden),
+            Gemm("ffn_down", self.hidden, ffn),
+        )
+
+    def head_gemm(self, tp: int = 1) -> Gemm:
+        """The output head on one of `tp` devices (vocabulary rounded up to a multiple of tp)."""
+        return Gemm("head", -(-self.vocab // tp), self.hidden)
+
+    def _small_layer_params(self, tp: int) -> int:
+        """Biases and norms of one layer on one device (norms and row-parallel biases are replicated)."""
+        biases = 0
+        if self.qkv_bias:
+            biases += self.q_size // tp + 2 * self.kv_heads_per_device(tp) * self.head_dim
+        if self.out_bias:
+            biases += self.hidden
+        if self.mlp_bias:
+            biases += self.intermediate // tp * (2 if self.gated else 1) + self.hidden
+        qk = 2 * self.head_dim if self.qk_norm else 0
+        return biases + qk + self.norms_per_layer * self.norm_params
+
+    def weight_bytes(
+        self,
+        dtype: str = "bfloat16",
+        tp: int = 1,
+        *,
+        layers: int | None = None,
+        embedding: bool = True,
+        head: bool = True,
+    ) -> int:
+        """Bytes of weights on one device that holds `layers` layers (all by default) of a `tp`-way split.
+
+        A stage in the middle of a pipeline holds neither embedding nor head; a tied matrix is held once where one
+        device needs both.
+        """
+        layers = self.layers if layers is None else layers
+        count = layers * (sum(gemm.weights for gemm in self.gemms(tp)) + self._small_layer_params(tp))
+        shard = self.head_gemm(tp).weights
+        if embedding:
+            count += shard + (self.embedding_params - self.vocab * self.hidden)
+        if head:
+            count += self.norm_params + (0 if embedding and self.tied_embeddings else shard)
+        return count * dtype_bytes(dtype)
+
+    def kv_bytes_per_token(self, kv_dtype: str = "bfloat16", tp: int = 1, *, layers: int | None = None) -> int:
+        """Bytes of keys and values that one token of context takes on one device."""
+        layers = self.layers if layers is None else layers
+        return 2 * layers * self.kv_heads_per_device(tp) * self.head_dim * dtype_bytes(kv_dtype)
+
+    def linear_flops_per_token(self, *, layers: int | None = None) -> int:
+        """FLOPs of the linear layers for one row, whole model, output head left out (see head_flops_per_row)."""
+        layers = self.layers if layers is None else layers
+        return 2 * layers * sum(gemm.weights for gemm in self.gemms())
+
+    @property
+    def head_flops_per_row(self) -> int:
+        return 2 * self.head_params
+
+    def attended(self, tokens: int, prefix: int = 0) -> int:
+        """Query-key pairs of one causal chunk: each token sees the prefix, the chunk before it, and itself.
+
+        With a sliding window of w, a query sees at most w keys, itself included.
+        """
+        window = self.sliding_window
+        if window is None or tokens + prefix <= window:
+            return tokens * prefix + tokens * (tokens + 1) // 2
+        growing = max(0, min(tokens, window - prefix))  # queries that still see everything before them
+        return growing * prefix + growing * (growing + 1) // 2 + (tokens - growing) * window
+
+    def attention_flops(self, tokens: int, prefix: int = 0) -> int:
+        """FLOPs of attention for one chunk over all layers: QK^T and PV, 2 * head_dim multiply-adds a pair and head."""
+        return 4 * self.layers * self.q_size * self.attended(tokens, prefix)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data for config.json: the fields that differ from their defaults, and the derived sizes."""
+        row: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        row["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
+        row["params"] = self.params
+        return row

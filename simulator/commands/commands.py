@@ -1,0 +1,287 @@
+"""Commands of the simulator: thin. They parse, call `simulator.replay`, and print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from dataclasses import replace as with_fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
+from simulator.commands import options as o
+from simulator.commands.printing import (
+    Progress,
+    can_report,
+    folder_name,
+    list_pages,
+    print_advice,
+    print_intervals,
+    print_runs,
+    say_costs,
+    say_draw,
+    say_trying,
+    wide_console,
+    write_html,
+)
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from simulator.simulation import Run
+    from workloads import Trace
+
+app = typer.Typer(
+    name="simulator",
+    help="Replay LLM-inference traces in virtual time under pluggable scheduling policies.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+MOST_RUNS = 10_000
+_KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command("replay", context_settings=_KNOBS)
+@o.replay_flags
+def replay_command(
+    ctx: typer.Context,
+    trace: o.TraceFile = None,
+    policy: o.Policy = "chunked",
+    runs: o.Runs = 0,
+    out: o.Out = None,
+    figures: o.Figures = False,
+    report: o.Report = None,
+    timeline: o.Timeline = None,
+    follow: o.Follow = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
+    **shared: Any,
+) -> None:
+    """Replay a trace under one policy."""
+    settings, reading = o.collect(ctx, config)
+    if (timeline or figures) and out is None:
+        raise SimulationError("--timeline and --figures: say where with --out")
+    can_report(report)
+    if not 0 <= runs <= MOST_RUNS:
+        raise SimulationError(f"--runs: found {runs}, expected 0 to {MOST_RUNS:,}")
+    if runs:
+        if out is not None or report is not None:
+            raise SimulationError("--runs prints intervals and keeps no run: it does not go with --out or --report")
+        workload = o.read_options_trace(trace, reading, settings.seed)
+        _say_notes(workload, [settings], as_json)
+        print_intervals(workload, settings, runs, as_json)
+        return
+    window = _timeline_window(timeline, follow)
+    done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    if window is not None and out is not None:
+        from metrics.drawing.perfetto import empty_window, write_timeline
+
+        run = next(iter(done.values()))
+        if not as_json and (note := empty_window(window, run.summary)):
+            print(f"note: {note}", file=sys.stderr)
+        write_timeline(out / "timeline.json", run.tables, window=window, request=follow)
+    write_html(report, done)
+    print_runs(done, out, figures, as_json)
+
+
+@app.command("compare", context_settings=_KNOBS)
+@o.replay_flags
+def compare_command(
+    ctx: typer.Context,
+    trace: o.TraceFile = None,
+    policies: o.Policies = None,
+    seeds: o.Seeds = 1,
+    out: o.Out = None,
+    figures: o.Figures = False,
+    report: o.Report = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
+    **shared: Any,
+) -> None:
+    """Replay a trace under several policies and compare them in one table."""
+    settings, reading = o.collect(ctx, config)
+    names = [name.strip() for name in policies.split(",")] if policies else list(BUILT_IN)
+    if len(set(names)) != len(names) or not all(names):
+        raise SimulationError(f"--policies: found {policies!r}, expected different names separated by commas")
+    if not 1 <= seeds <= MOST_RUNS:
+        raise SimulationError(f"--seeds: found {seeds}, expected 1 to {MOST_RUNS:,}")
+    if seeds > 1:
+        if out is not None or figures or report is not None:
+            raise SimulationError("--seeds compares draws and keeps no run: no --out, --figures or --report beside it")
+        _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
+        return
+    can_report(report)
+    runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
+    write_html(report, runs)
+    print_runs(runs, out, figures, as_json)
+
+
+@app.command("advise", context_settings=_KNOBS)
+@o.replay_flags
+def advise_command(
+    ctx: typer.Context,
+    trace: o.TraceFile = None,
+    preset: o.Preset = None,
+    out: o.Out = None,
+    config: o.ConfigFile = None,
+    as_json: o.Json = False,
+    **shared: Any,
+) -> None:
+    """Which policy and chunk size for this trace on this GPU, and why; with the matching vLLM flags."""
+    from simulator.studies.advise import advise, draw_frontier, run_chosen
+
+    settings, reading = o.collect(ctx, config)
+    o.refuse_choices(ctx)
+    if out is not None:
+        from metrics.run_folder.folder import check_run_place
+
+        check_run_place(out)
+    slo = settings.slo
+    if preset is not None:
+        from workloads.generating.presets import preset as named
+
+        chosen = named(preset)
+        workload = chosen.trace(seed=settings.seed)
+        slo = slo or ",".join(f"{key}={bound:g}" for key, bound in chosen.slo.items())
+    else:
+        workload = o.read_options_trace(trace, reading, settings.seed)
+    _say_notes(workload, [settings], as_json)
+    advice = advise(workload, settings, slo=slo, progress=None if as_json else say_trying)
+    if out is not None:
+        run_chosen(workload, advice).write(out)
+        draw_frontier(advice, out / "figures")
+    if as_json:
+        from metrics.run_folder.folder import json_ready
+
+        print(json.dumps(json_ready(advice.as_dict()), indent=2))
+        return
+    print_advice(advice, out)
+
+
+@app.command("policies")
+def policies_command(as_json: o.Json = False) -> None:
+    """List every policy with its knobs, defaults, paper and rule."""
+    rows = []
+    for name in policy_names():
+        cls = policy_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
+        rule = " ".join((cls.__doc__ or "").split())
+        rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+    list_pages("policy", "--", rows, as_json)
+
+
+@app.command("routers")
+def routers_command(as_json: o.Json = False) -> None:
+    """List every router with its knobs, defaults, paper and rule."""
+    from simulator.routers import router_class, router_knobs, router_names
+
+    rows = []
+    for name in router_names():
+        cls = router_class(name)
+        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+    list_pages("router", "--router-knob ", rows, as_json)
+
+
+def _timeline_window(text: str | None, follow: int | None) -> Any:
+    if text is None:
+        if follow is not None:
+            raise SimulationError("--follow goes with --timeline FROM:TO")
+        return None
+    from metrics.drawing.perfetto import parse_window
+
+    return parse_window(text)
+
+
+def _compare_draws(
+    path: Path | None, settings: dict[str, ReplayConfig], reading: o.TraceOptions, seeds: int, as_json: bool
+) -> None:
+    from simulator.studies.compare_draws import compare_over_draws, comparison_rows
+    from workloads.generating.resample import resample
+
+    first = next(iter(settings.values())).seed
+    recorded = None if reading.arrivals else o.read_options_trace(path, reading, first)
+
+    seen = recorded if recorded is not None else o.read_options_trace(path, reading, first)
+    _say_notes(seen, settings.values(), as_json)
+
+    def draw(number: int) -> Trace:
+        if recorded is None:
+            return o.read_options_trace(path, reading, first + number)
+        return resample(recorded, first + number)
+
+    result = compare_over_draws(draw, settings, seeds, progress=None if as_json else say_draw)
+    if as_json:
+        from metrics.run_folder.folder import json_ready
+
+        print(json.dumps(json_ready(result.as_dict()), indent=2))
+        return
+    console = wide_console()
+    console.print(comparison_rows(result))
+    say_costs(console, result.costs)
+
+
+def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig]:
+    """The same settings under each policy; a knob goes to those policies that have it, and must fit at least one."""
+    has = {name: knobs_of(policy_class(name)) for name in names}
+    for knob in settings.knobs:
+        if not any(knob in knobs for knobs in has.values()):
+            raise SimulationError(f"none of {', '.join(names)} has a knob {knob!r}")
+    for name in names:
+        knobs = {knob: value for knob, value in settings.knobs.items() if knob in has[name]}
+        yield with_fields(settings, policy=name, knobs=knobs)
+
+
+def _replay_all(
+    path: Path | None,
+    settings: list[ReplayConfig],
+    reading: o.TraceOptions,
+    out: Path | None,
+    *,
+    quiet: bool,
+    one_folder: bool,
+) -> dict[str, Run]:
+    from metrics.run_folder.folder import check_run_place, replaced
+    from simulator.simulation import make_cluster_plan, replay
+
+    if out is not None:
+        for config in settings:
+            check_run_place(out if one_folder else out / folder_name(config.policy))
+    trace = o.read_options_trace(path, reading, settings[0].seed)
+    for config in settings:
+        # Every mistake in any of the configs shows before the first run has cost time.
+        make_cluster_plan(config, trace)
+    _say_notes(trace, settings, quiet)
+    runs: dict[str, Run] = {}
+    with Progress(quiet) as start:
+        for config in settings:
+            run = replay(trace, config, progress=start(config.policy, len(trace)))
+            run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
+            if out is not None:
+                place = out if one_folder else out / folder_name(config.policy)
+                if not quiet and (note := replaced(place, run.config)):
+                    print(f"note: {note}", file=sys.stderr)
+                run.write(place)
+            runs[config.policy] = run
+    return runs
+
+
+def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> None:
+    from metrics.measures.slo import doubtful_bounds
+    from simulator.settings_without_effect import settings_without_effect
+
+    without = [note for config in settings for note in settings_without_effect(config, trace)]
+    doubtful = [note for config in settings if config.slo for note in doubtful_bounds(config.slo)]
+    for note in () if quiet else dict.fromkeys([*trace.notes, *without, *doubtful]):
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any]:
+    return {**asdict(reading), "trace": str(path.resolve()) if path is not None else reading.trace}

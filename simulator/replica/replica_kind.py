@@ -1,0 +1,226 @@
+"""What the replicas of one kind share: policy, cost model, KV pool and limits, resolved from a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from policies import Policy, Scheduler, largest_batch, make_policy, make_scheduler
+from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
+from profiler.cost_model import CostModel
+from profiler.specs.dtypes import dtype_bytes
+from profiler.specs.memory_plan import plan_memory
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
+from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
+from workloads import Trace
+
+SAMPLED_AT_LEAST = 256
+"""Rows of logits that memory has room for, however few requests may run at once (vLLM's default)."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What every replica of a run shares: the policy, its costs and its limits.
+
+    nominal: what a policy that plans by time believes, where `cost` is a draw from a model's error (no engine knows
+    its own residual); otherwise None, and it believes `cost` itself.
+    """
+
+    policy: Policy
+    cost: CostModel
+    num_blocks: int
+    max_model_len: int
+    config: ReplayConfig
+    nominal: CostModel | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of one replica."""
+        if self.config.afd:
+            return make_apart(self.config.afd).devices
+        return self.config.tp * self.config.pp
+
+    @property
+    def kv_devices(self) -> int:
+        """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
+        return make_apart(self.config.afd).attention if self.config.afd else self.devices
+
+    def scheduler(self) -> Scheduler:
+        """A fresh scheduler for one replica."""
+        config = self.config
+        return make_scheduler(
+            self.policy,
+            num_blocks=self.num_blocks,
+            block_size=config.block_size,
+            max_model_len=self.max_model_len,
+            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            watermark=config.watermark,
+            micro_batches=config.pp,
+            chase_chunks=config.chase_chunks,
+            tile=self.cost.tile,
+            estimator=self.estimate_ns,
+            prefix_caching=config.prefix_caching,
+            swap=self.memory.swap(),
+            admission=self.memory.admission(),
+        )
+
+    @cached_property
+    def memory(self) -> ReplicaMemory:
+        """What a replica does when its KV memory is full."""
+        return ReplicaMemory(self)
+
+    def drawn(self, seed: int) -> Engine:
+        """The same engine with costs drawn from its cost model's own error; it plans by those that were fitted.
+
+        Raises SimulationError for a cost model that does not know its error (the roofline: nothing was measured).
+        """
+        perturbed = getattr(self.cost, "perturbed", None)
+        if perturbed is None:
+            raise SimulationError(
+                f"--runs: {self.cost.name} was not measured and knows no error; take a fitted cost model"
+            )
+        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost)
+
+    def estimate_ns(self, shape: Any) -> int:
+        """Predicted duration of one iteration, for policies that plan by time."""
+        cost = self.nominal or self.cost
+        before, after = cost.host_ns(shape)
+        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
+
+
+def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
+    """Resolve a config's names into a policy, a cost model and a KV pool. `cost` overrides the config's cost model."""
+    policy = make_policy(config.policy, config.knobs)
+    check_memory(config)
+    if config.pp > 1 and getattr(policy, "async_scheduling", False):
+        raise SimulationError(
+            f"--async with --pp {config.pp}: a pipeline plans ahead already, one micro-batch a stage; leave --async out"
+        )
+    if config.afd and (config.pp > 1 or config.tp > 1):
+        raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
+    longest = int((trace.prompt_tokens + trace.max_output_tokens).max()) if len(trace) else 1
+    max_model_len = config.max_model_len or longest
+    model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
+    if cost is None:
+        cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
+    cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = _num_blocks(config, policy, model, gpu, max_model_len)
+    if config.num_blocks is None and config.kv_compression is not None and len(trace):
+        # As many more as a request of the trace's mean length becomes smaller.
+        mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
+        num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
+    return Engine(policy, cost, num_blocks, max_model_len, config)
+
+
+def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
+    split = tuple(config.layer_split) if config.layer_split is not None else None
+    name, changed_ns = config.cost_model, 0
+    if name not in ("auto", "roofline") and (file := Path(name)).exists():
+        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+    return _shared_cost(
+        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+    )
+
+
+@lru_cache(maxsize=16)
+def _shared_cost(
+    model: ModelSpec,
+    gpu: Hardware,
+    cost_model: str,
+    changed_ns: int,
+    dtype: str,
+    kv_dtype: str,
+    tp: int,
+    pp: int,
+    layer_split: tuple[int, ...] | None,
+    pp_link: str,
+) -> CostModel:
+    """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
+
+    changed_ns: when the file that it is read from was written.
+    """
+    options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
+    return load_cost_model(
+        model,
+        gpu,
+        cost_model=cost_model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        tp=tp,
+        pp=pp,
+        layer_split=layer_split,
+        **options,
+    )
+
+
+def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model_len: int) -> CostModel:
+    """Two groups of devices, each with the cost model of its GPU and width."""
+    apart = make_apart(config.afd)
+    ffn_gpu = load_hardware(apart.ffn_gpu) if apart.ffn_gpu else gpu
+    policy = make_policy(config.policy, config.knobs)
+    tokens = largest_batch(policy, config.token_budget, max_model_len)
+    share = _memory_rule(config, policy)
+    check_ffn_fits(model, ffn_gpu, apart, dtype=_dtype(config.dtype, model), share=share, activation_tokens=tokens)
+    return AttentionFfnApart(
+        _cost(config, model, gpu, apart.attention),
+        _cost(config, model, ffn_gpu, apart.ffn),
+        apart,
+        layers=model.layers,
+        hidden_bytes=model.hidden * max(2, dtype_bytes(_dtype(config.dtype, model))),
+        bytes_per_s=apart.bytes_per_s(gpu, ffn_gpu),
+    )
+
+
+def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware, max_model_len: int) -> int:
+    """What the device's memory holds beside weights and the activations of the largest batch."""
+    share = _memory_rule(config, policy)
+    room = {
+        "activation_tokens": largest_batch(policy, config.token_budget, max_model_len),
+        "max_num_seqs": max(SAMPLED_AT_LEAST, config.max_num_seqs or policy.default_max_num_seqs() or 0),
+    }
+    dtype = _dtype(config.dtype, model)
+    if config.afd:
+        kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+        return attention_blocks(
+            model,
+            gpu,
+            make_apart(config.afd),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            block_size=config.block_size,
+            share=share,
+            **room,
+        )
+    return plan_memory(
+        model,
+        gpu,
+        dtype=dtype,
+        kv_dtype=config.kv_dtype,
+        tp=config.tp,
+        pp=config.pp,
+        layer_split=config.layer_split,
+        block_size=config.block_size,
+        utilisation=share,
+        **room,
+    ).num_blocks
+
+
+def _memory_rule(config: ReplayConfig, policy: Policy) -> float:
+    """Share of a device's memory that may be used: as the config says, or as the policy's system has it."""
+    if config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    rule = policy.memory
+    return 1.0 - rule.headroom if rule.headroom else rule.utilisation
+
+
+def _dtype(dtype: str, model: Any) -> str:
+    if dtype != "auto":
+        return dtype
+    return model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"

@@ -1,0 +1,360 @@
+"""From understood cells to the columns of a trace: units, clocks, order, failures and give-ups.
+
+Both ways through a file end here. Without `places` (the fast way) any oddity is raised as such, and the careful way
+is asked; with them it becomes a message that names the cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workloads.cells import (
+    EPOCH_S,
+    MAX_SPAN_S,
+    MAX_TIME_S,
+    MAX_TOKENS,
+    WHOLE_RANGES,
+    BadCellError,
+    integers,
+    is_missing,
+    text,
+)
+from workloads.column_names import LISTS, NS_PER_UNIT, REQUIRED, TEXTS, Field, plain
+from workloads.ragged import RaggedColumn
+from workloads.trace import TraceError
+
+Cells = dict[str, Any]
+"""Meaning -> float64 column (NaN: nothing stands there), int64 nanoseconds (dates), or a list of texts or lists."""
+
+_MOONCAKE_HASH_TOKENS = 512
+
+SLOW_GAP_S, QUICK_GAP_S = 20.0, 0.002
+"""Mean gaps that few services have: above the first, times in ms may have been read as s; below the second, s as ms."""
+DOUBTED_FROM = 10
+"""Fewer requests have no rate to speak of."""
+
+
+class OddColumnError(Exception):
+    """Something is not as the fast way wants it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    path: str
+    kind: str
+    skip: bool = False
+    sort: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each row stood: (row, line) per row; and what was said on the way."""
+
+    rows: NDArray[np.int64]
+    notes: tuple[str, ...] = ()
+
+
+def fast_cells(columns: dict[str, Any]) -> Cells:
+    """Arrow columns as cells; raises OddColumnError for whatever is not a clean column of the expected type."""
+    import pyarrow as pa
+
+    cells: Cells = {}
+    for meaning, column in columns.items():
+        try:
+            cells[meaning] = _fast_column(meaning, column)
+        except (pa.ArrowException, BadCellError, ValueError, TypeError) as error:
+            raise OddColumnError from error
+    if not len(cells["prompt_tokens"]):
+        raise OddColumnError
+    return cells
+
+
+def _fast_column(meaning: str, column: Any) -> Any:
+    import pyarrow as pa
+
+    types = pa.types
+    if meaning in TEXTS:
+        if not (types.is_string(column.type) or types.is_large_string(column.type) or types.is_integer(column.type)):
+            raise OddColumnError
+        return [None if is_missing(cell) else text(cell) for cell in column.to_pylist()]
+    if meaning in LISTS:
+        return _ragged(column)
+    if meaning == "arrival" and (types.is_string(column.type) or types.is_timestamp(column.type)):
+        zone = getattr(column.type, "tz", None)
+        return _numbers(column.cast(pa.timestamp("ns", tz=zone)).cast(pa.int64()))
+    if not (types.is_integer(column.type) or types.is_floating(column.type)):
+        raise OddColumnError
+    values = _numbers(column.cast(pa.float64()), meaning not in (*REQUIRED, "arrival"))
+    low, high = WHOLE_RANGES.get(meaning, (0, np.inf))
+    if meaning in REQUIRED:
+        low, high = 0, MAX_TOKENS
+    wrong = (values < low) | (values > high) | np.isinf(values)
+    if meaning in REQUIRED or meaning in WHOLE_RANGES:
+        wrong |= values != np.floor(values)
+        wrong &= ~np.isnan(values)
+    if wrong.any():
+        raise OddColumnError
+    return values
+
+
+def _numbers(column: Any, may_miss: bool = False) -> NDArray[Any]:
+    if column.null_count and not may_miss:
+        raise OddColumnError
+    values = _as_numpy(column)
+    if values.dtype == np.float64 and not may_miss and np.isnan(values).any():
+        raise OddColumnError
+    return values
+
+
+def _as_numpy(column: Any) -> NDArray[Any]:
+    """Numbers straight from memory where they can be: pyarrow's `to_numpy` loads pandas first, which takes longer than
+    reading many a trace."""
+    if column.null_count or not len(column):
+        values: NDArray[Any] = column.to_numpy()
+        return values
+    dtype = column.type.to_pandas_dtype()
+    parts = [
+        np.frombuffer(chunk.buffers()[1], dtype, count=chunk.offset + len(chunk))[chunk.offset :]
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    return np.concatenate(parts)
+
+
+def _ragged(column: Any) -> RaggedColumn:
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type):
+        return RaggedColumn.of([[] if is_missing(cell) else integers(cell) for cell in column.to_pylist()])
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise OddColumnError
+    lists = column.combine_chunks()
+    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
+    lists = lists.cast(pa.large_list(pa.int64()))
+    if lists.null_count:
+        raise OddColumnError
+    if lists.values.null_count:
+        raise OddColumnError
+    return RaggedColumn(lists.values.to_numpy(), lists.offsets.to_numpy())
+
+
+def assemble(cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> dict[str, Any]:
+    """The arguments of a Trace, all but its name and provenance; and elapsed_ns, how long answers took (or None)."""
+    build = _Assembly(cells, found, options, places)
+    return build.columns()
+
+
+def _number_text(number: Any) -> str:
+    """A number as the file had it; dates were kept as whole nanoseconds since 1970."""
+    return str(np.datetime64(int(number), "ns")) if isinstance(number, np.int64) else f"{number:.15g}"
+
+
+def _seconds(span_s: float) -> str:
+    return f"{span_s:,.0f}" if span_s >= 100 else f"{span_s:.3g}"
+
+
+class _Assembly:
+    def __init__(self, cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> None:
+        self.cells = cells
+        self.found = found
+        self.options = options
+        self.places = places
+        self.notes: list[str] = list(places.notes) if places is not None else []
+        self.rows = np.arange(len(cells["prompt_tokens"]))  # row of the trace -> row of the cells
+
+    def columns(self) -> dict[str, Any]:
+        self._drop_failures()
+        arrival_ns = self._sorted(self._arrival_ns())
+        output_tokens = self._whole("output_tokens")
+        declared = self.cells.get("max_output_tokens")
+        limit = output_tokens if declared is None else self._whole("max_output_tokens", output_tokens)
+        hashes, hash_tokens = self._hashes()
+        after_row, think_ns = self._closed_loop()
+        return {
+            "arrival_ns": arrival_ns,
+            "prompt_tokens": self._whole("prompt_tokens"),
+            "output_tokens": output_tokens,
+            "max_output_tokens": limit,
+            "prefix_hashes": hashes,
+            "hash_tokens": hash_tokens,
+            "session": self._texts("session"),
+            "turn": self._optional("turn", 0),
+            "priority": self._optional("priority", 0),
+            "slo": self._texts("slo"),
+            "abort_ns": self._abort_ns(arrival_ns),
+            "prompt_ids": self._prompt_ids(),
+            "after_row": after_row,
+            "think_ns": think_ns,
+            "elapsed_ns": self._time_ns("elapsed") if "elapsed" in self.cells else None,
+            "source_format": self.options.kind,
+            "notes": tuple(self.notes),
+        }
+
+    def _complain(self, meaning: str, wrong: NDArray[np.bool_], expected: str, mend: str = "") -> None:
+        """Raises for the first wrong one of self.rows, if any."""
+        if not wrong.any():
+            return
+        if self.places is None:
+            raise OddColumnError
+        index = self.rows[int(np.argmax(wrong))]
+        row, line = self.places.rows[index]
+        cell = self.cells[meaning][index]
+        shown = _number_text(cell) if isinstance(cell, np.generic) else cell
+        place = f"row {row} (line {line})" if line else f"row {row}"
+        raise TraceError(
+            f"{self.options.path}, {place}, column {self.found[meaning].column!r}: found {str(shown)[:60]}, "
+            f"expected {expected}{mend and '; ' + mend}"
+        )
+
+    def _drop_failures(self) -> None:
+        """BurstGPT marks a failed request by a response of zero tokens."""
+        if self.options.kind != "burstgpt":
+            self._complain("output_tokens", self.cells["output_tokens"] < 1, "a whole number of tokens from 1")
+        self._complain("prompt_tokens", self.cells["prompt_tokens"] < 1, "a whole number of tokens from 1")
+        failed = self.cells["output_tokens"] == 0
+        if failed.all() and len(failed):
+            raise TraceError(
+                f"{self.options.path}: found only failed requests (0 response tokens), expected some with an answer"
+            )
+        if failed.any():
+            self.rows = np.flatnonzero(~failed)
+            count = f"{int(failed.sum())} of {len(failed)} requests"
+            self.notes.append(f"{count} left out: they failed (0 response tokens).")
+
+    def _arrival_ns(self) -> NDArray[np.int64]:
+        times = self.cells.get("arrival")
+        if times is None:
+            return np.zeros(len(self.rows), np.int64)
+        times = times[self.rows]
+        if times.dtype == np.int64:
+            since: NDArray[np.int64] = times - times.min()
+            self._complain("arrival", since > MAX_SPAN_S * 1e9, "all dates within ten years of each other")
+            return since
+        unit = self._unit("arrival", float(np.median(times)))
+        per_s = NS_PER_UNIT["s"] / NS_PER_UNIT[unit]
+        self._complain("arrival", times > MAX_TIME_S * per_s, f"a time of at most {MAX_TIME_S * per_s:.0e} {unit}")
+        if self.options.kind == "vllm" or times.min() >= EPOCH_S * per_s:
+            times = times - times.min()
+        self._complain("arrival", times > MAX_SPAN_S * per_s, "a time within ten years of the first")
+        arrival_ns: NDArray[np.int64] = np.rint(times * NS_PER_UNIT[unit]).astype(np.int64)
+        self._doubt_unit(arrival_ns, unit)
+        return arrival_ns
+
+    def _doubt_unit(self, arrival_ns: NDArray[np.int64], unit: str) -> None:
+        """A note where no name says the unit and the rate that it makes is one that another unit would explain."""
+        field, count = self.found["arrival"], len(arrival_ns)
+        span_s = float(arrival_ns.max() - arrival_ns.min()) / 1e9
+        if field.unit or count < DOUBTED_FROM or not span_s or self.options.kind in ("vllm", "vllm_steps", "vidur"):
+            return
+        gap_s = span_s / (count - 1)
+        other = "ms" if gap_s > SLOW_GAP_S else "s" if gap_s < QUICK_GAP_S and unit == "ms" else ""
+        if other and unit != other:
+            rate = f"one every {gap_s:,.0f} s" if gap_s > 1 else f"{1 / gap_s:,.0f} a second"
+            name = plain(field.column)
+            self.notes.append(
+                f"Column {field.column!r} read as {unit}: {count:,} requests in {_seconds(span_s)} s, {rate}. "
+                f"If its times are in {other}, name it {name}_{other} (or {name}_{unit} where this is right)."
+            )
+
+    def _unit(self, meaning: str, typical: float) -> str:
+        """Said by the name, else by the format, else by the size of a clock reading, else seconds."""
+        if self.found[meaning].unit:
+            return self.found[meaning].unit
+        if self.options.kind == "mooncake":
+            return "ms"
+        for unit, least in (("ns", 1e17), ("us", 1e14), ("ms", 1e11)):
+            if typical >= least:
+                self.notes.append(
+                    f"Column {self.found[meaning].column!r} read as {unit} since 1970, "
+                    f"because its values are about {typical:.1e}."
+                )
+                return unit
+        return "s"
+
+    def _sorted(self, arrival_ns: NDArray[np.int64]) -> NDArray[np.int64]:
+        back = np.diff(arrival_ns, prepend=arrival_ns[:1]) < 0
+        if not back.any():
+            return arrival_ns
+        if not self.options.sort:
+            before = self.cells["arrival"][self.rows[int(np.argmax(back)) - 1]]
+            expected = f"a time not before that of the row above ({_number_text(before)})"
+            self._complain("arrival", back, expected, "sort the file, or pass --on-unsorted sort")
+        order = np.argsort(arrival_ns, kind="stable")
+        self.rows = self.rows[order]
+        self.notes.append(f"Sorted by arrival: {int(back.sum())} rows came before the row above them.")
+        return arrival_ns[order]
+
+    def _whole(self, meaning: str, missing: NDArray[np.int64] | int = 0) -> NDArray[np.int64]:
+        values = self.cells[meaning][self.rows]
+        return np.where(np.isnan(values), missing, np.nan_to_num(values)).astype(np.int64)
+
+    def _optional(self, meaning: str, missing: int) -> NDArray[np.int64] | None:
+        return self._whole(meaning, missing) if meaning in self.cells else None
+
+    def _texts(self, meaning: str) -> list[str | None] | None:
+        texts = self.cells.get(meaning)
+        return None if texts is None else [texts[row] for row in self.rows.tolist()]
+
+    def _time_ns(self, meaning: str) -> NDArray[np.int64]:
+        """A span or moment in ns since the trace's start; -1 where nothing stands."""
+        values = self.cells[meaning][self.rows]
+        per_unit = NS_PER_UNIT[self.found[meaning].unit or self.found.get("arrival", self.found[meaning]).unit or "s"]
+        self._complain(meaning, values * (per_unit / 1e9) > MAX_SPAN_S, "a time below ten years")
+        return np.where(np.isnan(values), -1, np.rint(np.nan_to_num(values) * per_unit)).astype(np.int64)
+
+    def _abort_ns(self, arrival_ns: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        if "abort" not in self.cells and "timeout" not in self.cells:
+            return None
+        never = np.iinfo(np.int64).max
+        abort_ns = np.full(len(self.rows), never)
+        if "abort" in self.cells:
+            given = self._time_ns("abort")
+            self._complain("abort", (given >= 0) & (given < arrival_ns), "a moment after the request's arrival")
+            abort_ns = np.where(given >= 0, given, abort_ns)
+        if "timeout" in self.cells:
+            given = self._time_ns("timeout")
+            abort_ns = np.where(given >= 0, np.minimum(abort_ns, arrival_ns + given), abort_ns)
+        return np.where(abort_ns == never, -1, abort_ns)
+
+    def _hashes(self) -> tuple[RaggedColumn | None, int]:
+        if "prefix_hashes" not in self.cells:
+            return None, 0
+        hashes = RaggedColumn.of(self.cells["prefix_hashes"])
+        hash_tokens = _MOONCAKE_HASH_TOKENS
+        if "hash_tokens" in self.cells:
+            sizes = self.cells["hash_tokens"][self.rows]
+            self._complain("hash_tokens", sizes != sizes[0], f"the same number in every row ({sizes[0]:g})")
+            hash_tokens = int(sizes[0])
+        whole = len(self.rows) == len(hashes) and bool((np.diff(self.rows) == 1).all())
+        ordered = hashes if whole else hashes.take(self.rows)
+        most = -(-self.cells["prompt_tokens"][self.rows] // hash_tokens)
+        self._complain("prefix_hashes", ordered.lengths > most, f"at most one hash per {hash_tokens} prompt tokens")
+        return ordered, hash_tokens
+
+    def _prompt_ids(self) -> RaggedColumn | None:
+        if "prompt_ids" not in self.cells:
+            return None
+        ids = RaggedColumn.of(self.cells["prompt_ids"]).take(self.rows)
+        if not ids.lengths.any():
+            return None
+        wrong = (ids.lengths > 0) & (ids.lengths != self.cells["prompt_tokens"][self.rows])
+        self._complain("prompt_ids", wrong, "as many ids as the row has prompt tokens")
+        return ids
+
+    def _closed_loop(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+        """A file's after_row counts its rows from 0; rows left out or moved are followed."""
+        if "after_row" not in self.cells:
+            return None, None
+        after = self._whole("after_row", -1)
+        file_rows = self.rows if self.places is None else self.places.rows[self.rows, 0] - 1
+        self._complain("after_row", after >= file_rows, "an earlier row (counted from 0), or -1")
+        new_row = np.full(int(file_rows.max()) + 2, -1, np.int64)  # the last entry answers for -1
+        new_row[file_rows] = np.arange(len(self.rows))
+        after = new_row[after]
+        self._complain("after_row", after >= np.arange(len(after)), "a row that arrives earlier")
+        think = self._time_ns("think") if "think" in self.cells else np.zeros(len(after), np.int64)
+        return after, np.maximum(think, 0)

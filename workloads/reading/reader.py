@@ -1,0 +1,187 @@
+"""The one door through which traces come in: any known format, found by content, into columns.
+
+The fast way reads whole columns with Arrow and checks them with numpy. When anything is odd, the careful way walks
+the same file row by row, and either names the exact cell or finds that there was nothing wrong after all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from workloads import column_names as fields
+from workloads.column_names import Field
+from workloads.generating import arrival_processes
+from workloads.generating import sessions as session_loops
+from workloads.reading import servegen
+from workloads.reading.assembly import OddColumnError, Options, assemble, fast_cells
+from workloads.reading.delimited import DelimitedTable
+from workloads.reading.json_lines import JsonTable
+from workloads.reading.parquet import ParquetTable
+from workloads.reading.row_by_row import careful_cells
+from workloads.source import MAX_BYTES, Source, open_source, refuse_settings
+from workloads.trace import Trace, TraceError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FORMATS = (
+    *("auto", "csv", "jsonl", "parquet"),
+    *("azure", "vidur", "mooncake", "burstgpt", "vllm", "vllm_steps", "servegen", "lengths"),
+)
+"""What `trace_format` may be: a container, or a project's form of it; `lengths` has no arrival times."""
+
+_CONTAINERS: dict[str, type[DelimitedTable | JsonTable | ParquetTable]] = {
+    "csv": DelimitedTable,
+    "jsonl": JsonTable,
+    "json": JsonTable,
+    "parquet": ParquetTable,
+}
+
+
+def read_trace(
+    path: str | os.PathLike[str],
+    *,
+    trace_format: str = "auto",
+    on_bad_row: Literal["fail", "skip"] = "fail",
+    on_unsorted: Literal["fail", "sort"] = "fail",
+    arrivals: str | None = None,
+    seed: int = 0,
+    spread_ties: bool = False,
+    sessions: Literal["open", "closed"] = "open",
+    history: Literal["in_prompt", "add"] = "in_prompt",
+    coupling: servegen.Coupling = "shared",
+    window_s: tuple[float, float] | None = None,
+    timeout_s: float | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Trace:
+    """Reads a request trace: CSV, JSONL, JSON or Parquet, plain or .gz, with any sensible column names.
+
+    trace_format: one of FORMATS; `auto` decides by content, another one is checked against the content.
+    on_bad_row: `fail` at the first bad cell, or `skip` bad rows (how many and why is in the trace's notes).
+    on_unsorted: what to do when arrivals go back in time. `fail` by default, because that is most often a wrong unit, a
+        mixed time zone or two files in one; `sort` sorts stably and says so. Logs of vLLM are always sorted.
+    arrivals: arrival process to use instead of the file's times (`poisson:5.5`, ...; see
+    workloads.generating.arrival_processes), needed
+        for files that hold lengths only. seed: of that process and of spread_ties.
+    spread_ties: requests with equal times are spread at random over the time up to the next one, in file order.
+
+    sessions: `closed` makes a turn wait for its session's last answer instead of coming at its recorded time; history:
+        whether recorded prompts hold the conversation so far (see workloads.generating.sessions.closed).
+    coupling: of ServeGen's prompt and answer lengths (see workloads.reading.servegen).
+    window_s: only the requests that arrive in [start, end) seconds, counted from start.
+    timeout_s: every client gives up so long after its request's arrival.
+
+    Raises TraceError: one line with file, row, column, what was found, what was expected and how to mend it.
+    """
+    _check_choice("trace format", trace_format, FORMATS)
+    _check_choice("on_bad_row", on_bad_row, ("fail", "skip"))
+    _check_choice("on_unsorted", on_unsorted, ("fail", "sort"))
+    _check_choice("sessions", sessions, ("open", "closed"))
+    _check_choice("history", history, ("in_prompt", "add"))
+    _check_choice("coupling", coupling, ("shared", "independent"))
+    process = arrival_processes.parse(arrivals) if arrivals is not None else None
+    if sessions == "closed" and process is not None:
+        raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")
+    if trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
+        early = window_s if process is None else None
+        trace = servegen.read_servegen(path, seed=seed, coupling=coupling, window_s=early)
+        elapsed_ns, window_s = None, None if early else window_s
+    else:
+        sort = on_unsorted == "sort"
+        trace, elapsed_ns = _read_file(path, trace_format, on_bad_row == "skip", sort, process is not None, max_bytes)
+    if process is not None:
+        trace = arrival_processes.retimed(trace, process, seed)
+    if spread_ties:
+        trace = arrival_processes.spread_ties(trace, seed)
+    if sessions == "closed":
+        trace = session_loops.closed(trace, elapsed_ns, history=history)
+    if window_s is not None:
+        trace = trace.between(*window_s)
+    return trace if timeout_s is None else trace.with_timeout(timeout_s)
+
+
+def _read_file(
+    path: str | os.PathLike[str], trace_format: str, skip: bool, sort: bool, has_process: bool, max_bytes: int
+) -> tuple[Trace, NDArray[np.int64] | None]:
+    """One file as a trace, and how long its answers took where it tells."""
+    source = open_source(path, max_bytes)
+    refuse_settings(source)
+    table = _table(source, trace_format)
+    found = fields.find(table.names)
+    kind = _kind(table, found, trace_format)
+    if kind == "lengths" or has_process:
+        found.pop("arrival", None)
+    options = Options(source.path, kind, skip=skip, sort=sort or kind.startswith("vllm"))
+    _require(table, found, has_process)
+    columns = _columns(table, found, options)
+    columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
+    columns["provenance"] = {
+        "path": os.fspath(path),
+        "format": kind,
+        "sha256": hashlib.sha256(source.content).hexdigest(),
+    }
+    elapsed_ns = columns.pop("elapsed_ns")
+    return Trace(**columns), elapsed_ns
+
+
+def _columns(table: Any, found: dict[str, Field], options: Options) -> dict[str, Any]:
+    wanted = list(found.values())
+    columns = table.columns(wanted)
+    if columns is not None:
+        try:
+            return assemble(fast_cells(columns), found, options, None)
+        except OddColumnError:
+            pass  # the careful way finds out where, or that it was harmless
+    cells, places = careful_cells(table, found, options)
+    return assemble(cells, found, options, places)
+
+
+def _table(source: Source, trace_format: str) -> DelimitedTable | JsonTable | ParquetTable:
+    table = _CONTAINERS[source.kind](source)
+    if trace_format in ("csv", "jsonl", "parquet") and table.kind != trace_format:
+        raise TraceError(
+            f"{source.path}: found {table.kind} by its content, expected {trace_format}; leave the format on auto"
+        )
+    return table
+
+
+def _kind(table: Any, found: dict[str, Field], trace_format: str) -> str:
+    dialect = fields.dialect(table.names)
+    if trace_format in ("auto", "csv", "jsonl", "parquet"):
+        if trace_format == "auto" and dialect:
+            return dialect
+        return table.kind if "arrival" in found else "lengths"
+    if trace_format not in ("lengths", dialect):
+        raise TraceError(
+            f"{table.path}: found columns {_listed(table.names)}, expected a {trace_format} file with "
+            f"{', '.join(sorted(fields.DIALECTS[trace_format]))}; leave the format on auto"
+        )
+    return trace_format
+
+
+def _require(table: Any, found: dict[str, Field], has_process: bool) -> None:
+    for meaning in fields.REQUIRED:
+        if meaning not in found:
+            raise TraceError(
+                f"{table.path}, header: found columns {_listed(table.names)}, expected one for {meaning} "
+                f"(such as {', '.join(fields.NAMES[meaning][:4])}); rename it"
+            )
+    if "arrival" not in found and not has_process:
+        raise TraceError(
+            f"{table.path}, header: found columns {_listed(table.names)} and no arrival times, expected one such as "
+            "arrival_s; or say how requests arrive, for example with arrivals poisson:5.5"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name[:40]) for name in names[:12])
+    return shown + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _check_choice(what: str, found: str, choices: tuple[str, ...]) -> None:
+    if found not in choices:
+        raise TraceError(f"{what}: found {found!r}, expected one of {', '.join(choices)}")
