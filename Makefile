@@ -28,7 +28,7 @@ help:
 	@echo "make validate-full                                               all policies, both Azure traces, two models: hours, resumable"
 	@echo "make test                                                        install what the tests need, run them all"
 	@echo "make test-compiled                                               compile the hot modules beside the source, test with these"
-	@echo "make lint                                                        ruff, mypy"
+	@echo "make lint                                                        ruff (rules and format), mypy"
 	@echo "make bench                                                       the simulator's speed beside a bare loop"
 
 $(BIN)/python:
@@ -59,6 +59,7 @@ validate-full: $(VENV)/dev
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 test: lint

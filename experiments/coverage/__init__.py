@@ -1,0 +1,4 @@
+"""Whether prediction intervals hold as often as they say.
+
+Structures are left out of a fit and asked for again.
+"""

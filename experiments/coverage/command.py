@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.errors import ExperimentError
+from policies.edges.command_line import tell_notes
 
 if TYPE_CHECKING:
     from profiler.measurements.profile import Profile
@@ -67,7 +68,8 @@ def coverage(
         raise ExperimentError(f"--limit: found {limit}, expected at least 1 request of each trace")
     if not 0 < rate_scale < float("inf"):
         raise ExperimentError(f"--rate-scale: found {rate_scale}, expected a number above 0")
-    workloads = {path.stem: read_trace(path).head(limit) for path in trace or TRACES}
+    workloads = {path.stem: read_trace(path, limit=limit) for path in trace or TRACES}
+    tell_notes(f"{name}: {note}" for name, workload in workloads.items() for note in workload.notes)
     reports = {}
     for name in profile or ["rtx4090", "rtxpro6000"]:
         measured, gpu = _profile(name)

@@ -38,7 +38,7 @@ def claim_names() -> list[str]:
     """Every claim, in the order of its file names."""
     import experiments.papers.claims
 
-    return sorted(module.name for module in iter_modules(experiments.claims.__path__))
+    return sorted(module.name for module in iter_modules(experiments.papers.claims.__path__))
 
 
 def judge(name: str, *, quick: bool = False, cost_model: str = "auto") -> dict[str, Any]:

@@ -86,7 +86,7 @@ def experiment_names() -> list[str]:
     """Every experiment, in the order of its file names."""
     import experiments.papers.figures
 
-    return sorted(module.name for module in iter_modules(experiments.figures.__path__))
+    return sorted(module.name for module in iter_modules(experiments.papers.figures.__path__))
 
 
 def load_experiment(name: str) -> ModuleType:

@@ -165,7 +165,7 @@ def _ask(worker: subprocess.Popen[str], task: Task) -> Result | None:
 
 def project_root() -> Path:
     """The folder that this project's packages lie in."""
-    return Path(__file__).resolve().parents[1]
+    return Path(__file__).resolve().parents[2]
 
 
 def named_files(value: Any) -> list[str]:

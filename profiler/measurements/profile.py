@@ -21,6 +21,12 @@ from profiler.errors import ProfileError
 if TYPE_CHECKING:
     import pandas as pd
 
+UNGROUPED = "without grouped heads"
+"""In the backend of a profile whose decodes read keys and values once per query head."""
+
+TWIN = "even twin"
+"""In the backend of a row: the even twin of an uneven batch, measured beside it. Only their difference is fitted."""
+
 LAYER_GEMMS = ("qkv", "attention_out", "ffn_up", "ffn_down")
 """Linear layers of one transformer layer, named as `ModelSpec.gemms` names them."""
 

@@ -19,13 +19,13 @@ from simulator.cluster.autoscaling import Autoscaler, make_autoscaling
 from simulator.cluster.eligible import hold_alike, who_can_run
 from simulator.cluster.failures import parse_failures, schedule_failures
 from simulator.cluster.journeys import Journey, Life
-from simulator.cluster.kv_transfer import Disaggregation, PrefillReplica
+from simulator.cluster.kv_transfer import Disaggregation
 from simulator.cluster.pools import ClusterPlan
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
 from simulator.replica.running_ahead import Replica
-from simulator.replica.variants import SwapPrefillReplica, SwapReplica, SwapsKV
+from simulator.replica.variants import PrefillReplica, SwapPrefillReplica, SwapReplica, SwapsKV
 from simulator.routers import choose, make_router
 
 if TYPE_CHECKING:
@@ -350,9 +350,6 @@ class Cluster:
             homeless = self._kv.source_dies(replica)
             go_elsewhere = self._kv.target_dies(replica)
         for track in replica.abandon(reason) if fleet is None else fleet.abandon(replica, reason):
-            if track.status == "finished":
-                self._on_end(track, replica)
-                continue
             row = track.request.id
             del self._home[row]
             journey = self.journey(track.request, track.ends_after)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from policies import Batch, Ns, Request, Track
+from policies import Ns, Request, Track
 from profiler import load_hardware, load_model_spec
 from simulator.cluster.network import Fabric, Transfer
 from simulator.cluster.pools import Pool
@@ -48,18 +48,6 @@ class Move:
     reserved: bool = False
     transfer: Transfer | None = None
     early: int = 0
-
-
-class PrefillReplica(Replica):
-    """A replica that tells when the iteration that ends a prompt begins."""
-
-    on_last_chunk: Callable[[Track, Replica], None]
-
-    def _launch(self, batch: Batch) -> None:
-        super()._launch(batch)
-        for chunk in batch.chunks:
-            if chunk.samples and chunk.track.hands_over:
-                self.on_last_chunk(chunk.track, self)
 
 
 class Disaggregation:

@@ -1,15 +1,29 @@
-"""Replicas that swap: a batch starts when its own transfers are over.
+"""Replicas that do more than run batches: they tell when a prompt is about to end, or they swap.
 
+Where KV is swapped, a batch starts when its own transfers are over.
 What is swapped out has to leave its blocks before they are written, and what comes back has to be there before it is
 read, so the first stage counts as busy until both are done.
 """
 
 from __future__ import annotations
 
-from policies import Batch
-from simulator.cluster.kv_transfer import PrefillReplica
+from collections.abc import Callable
+
+from policies import Batch, Track
 from simulator.replica.host_link import HostLink
 from simulator.replica.running_ahead import Replica
+
+
+class PrefillReplica(Replica):
+    """A replica that tells when the iteration that ends a prompt begins."""
+
+    on_last_chunk: Callable[[Track, Replica], None]
+
+    def _launch(self, batch: Batch) -> None:
+        super()._launch(batch)
+        for chunk in batch.chunks:
+            if chunk.samples and chunk.track.hands_over:
+                self.on_last_chunk(chunk.track, self)
 
 
 class SwapsKV:

@@ -170,8 +170,8 @@ def test_a_small_parquet_file_that_stands_for_far_more_is_refused(
     from profiler.measurements.bounded_parquet import read_parquet
     from workloads import TraceError, read_trace
 
-    monkeypatch.setattr(profiler.parquet, "MAX_BYTES", 1 << 26)
-    monkeypatch.setattr(workloads.parquet, "MAX_BYTES", 1 << 25)
+    monkeypatch.setattr(profiler.measurements.bounded_parquet, "MAX_BYTES", 1 << 26)
+    monkeypatch.setattr(workloads.reading.parquet, "MAX_BYTES", 1 << 25)
     rows = 10_000
     texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, dtype=np.int32)), pa.array(["x" * (1 << 14)]))
     columns = {name: np.ones(rows, dtype=np.int64) for name in ("arrival_s", "prompt_tokens", "output_tokens")}

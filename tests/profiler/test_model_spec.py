@@ -283,3 +283,20 @@ def test_what_fits_into_64_bits_is_counted_to_the_last_pair() -> None:
     pairs = 10**6 * (10**6 + 1) // 2
     by_hand = 524_288 * pairs + spec.linear_flops_per_token() * 10**6 + spec.head_flops_per_row
     assert flops_of(spec, [BatchShape(((10**6, 0),), sampled=1)]).tolist() == [by_hand]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16_384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"rope_type": "longrope", "factor": 32.0}, 4096),
+    ],
+)
+def test_rope_scaling_stretches_the_context_where_positions_do_not_count_it_yet(scaling, expected) -> None:
+    from dataclasses import replace
+
+    spec = replace(load_model_spec("llama-2-7b"), rope_scaling=scaling)
+    assert spec.context_length == expected

@@ -111,7 +111,7 @@ def test_burstgpt_with_a_unit_in_its_column_name_as_the_note_advises_is_still_bu
     rows = [f"{40_000 * row},ChatGPT,{10 + row},{0 if row == 2 else 5}" for row in range(20)]
     columns = "Model,Request tokens,Response tokens"
     doubted, advised = read_trace(lines(tmp_path / "b.csv", f"Timestamp,{columns}", *rows)), "timestamp_ms"
-    assert any(f"name it {advised}" in note for note in doubted.notes)
+    assert any(f"or name it {advised}" in note for note in doubted.notes)
     renamed = read_trace(lines(tmp_path / "c.csv", f"{advised},{columns}", *rows))
     assert (renamed.source_format, len(renamed), len(doubted)) == ("burstgpt", 19, 19)
     assert renamed.arrival_ns.tolist() == [at // 1000 for at in doubted.arrival_ns.tolist()]
@@ -130,11 +130,9 @@ def test_units_and_spellings_of_column_names(tmp_path: Path, header: str) -> Non
 @pytest.mark.parametrize(
     ("header", "step", "other"),
     [
-        ("Timestamp,prompt,output", 1700, "ms"),
         ("Timestamp,Request tokens,Response tokens", 1700, "ms"),
         ("Timestamp,prompt,output", 2, ""),
         ("Timestamp_s,prompt,output", 1700, ""),
-        ("timestamp,input_length,output_length", 1, "s"),
         ("timestamp,input_length,output_length", 100, ""),
         ("arrived_at,num_prefill_tokens,num_decode_tokens", 1700, ""),
     ],
@@ -148,9 +146,56 @@ def test_a_rate_that_another_unit_would_explain_is_noted_with_span_and_rate(
     assert len(notes) == bool(other)
     if other == "ms":
         assert "read as s: 12 requests in 18,700 s, one every 1,700 s." in notes[0]
-        assert "If its times are in ms, name it timestamp_ms (or timestamp_s where this is right)" in notes[0]
-    if other == "s":
-        assert "read as ms: 12 requests in 0.011 s, 1,000 a second. If its times are in s" in notes[0]
+        assert "pass --time-unit ms or name it timestamp_ms (s where this is right)" in notes[0]
+
+
+SECONDS = """{"timestamp": 0.0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 3.2, "input_length": 700, "output_length": 8, "hash_ids": [0, 2]}
+{"timestamp": 6.4, "input_length": 550, "output_length": 6, "hash_ids": [3, 4]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "gap_ns", "said"),
+    [
+        (SECONDS, 3_200_000_000, "read as s"),  # milliseconds have no tenths where gaps are of three of them
+        (SECONDS.replace("3.2", "3200").replace("6.4", "6400").replace("0.0", "0"), 3_200_000_000, ""),
+        ("timestamp,input_length,output_length\n" + "".join(f"{row},100,5\n" for row in range(12)), NS, "read as s"),
+        ("timestamp,prompt,output\n" + "".join(f"{row * 1700},100,5\n" for row in range(12)), 17 * NS // 10, "as ms"),
+        ("timestamp,prompt,output\n" + "".join(f"{row * 0.3},100,5\n" for row in range(12)), 3 * NS // 10, ""),
+    ],
+)
+def test_a_unit_is_told_by_fractions_gaps_and_lengths_and_the_other_can_be_forced(
+    tmp_path: Path, text: str, gap_ns: int, said: str
+) -> None:
+    file = tmp_path / "t"
+    file.write_text(text)
+    trace = read_trace(file)
+    assert trace.arrival_ns[1] == gap_ns
+    assert len(trace.notes) == bool(said)
+    assert not said or said in trace.notes[0]
+    raw = read_trace(file, time_unit="s").arrival_ns[1]
+    assert read_trace(file, time_unit="us").arrival_ns[1] == raw // 1_000_000
+    assert read_trace(file, time_unit="s").notes == ()
+
+
+def test_tokens_per_hash_are_said_by_a_column_an_option_or_the_lengths(tmp_path: Path) -> None:
+    row = '{{"arrival_s": 0, "prompt_tokens": {}, "output_tokens": 5, "hash_ids": {}{}}}\n'
+    file = tmp_path / "t.jsonl"
+
+    def read(*rows: str, **options: int) -> Trace:
+        file.write_text("".join(rows))
+        return read_trace(file, **options)  # type: ignore[arg-type]
+
+    assert read(row.format(70, [1, 2, 3, 4, 5], ', "block_size": 16')).hash_tokens == 16
+    told = read(row.format(130, [1, 2, 3], ""), row.format(65, [1, 2], ""))
+    assert told.hash_tokens == 64
+    assert "taken for 64 prompt tokens" in told.notes[0]
+    assert "--hash-tokens N" in told.notes[0]
+    forced = read(row.format(130, [1, 2, 3], ""), hash_tokens=50)
+    assert (forced.hash_tokens, forced.notes) == (50, ())
+    with pytest.raises(TraceError, match="at most one hash per 128 prompt tokens"):
+        read(row.format(130, [1, 2, 3], ""), hash_tokens=128)
 
 
 def test_clock_readings_count_from_the_first(tmp_path: Path) -> None:

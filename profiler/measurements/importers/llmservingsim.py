@@ -19,8 +19,7 @@ import numpy as np
 from policies.edges.input_file import parse_json, read_text
 from profiler.errors import ProfileError
 from profiler.measurements.importers.tables import read_csv, read_header
-from profiler.measurements.profile import Profile, chunk_text, make_profile
-from profiler.operators.fitting.attention_fit import TWIN
+from profiler.measurements.profile import TWIN, Profile, chunk_text, make_profile
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from profiler.errors import ProfileError
 from profiler.measurements.importers.llmservingsim import _degrees, _spec, operator_width
 from profiler.measurements.importers.tables import read_csv
-from profiler.measurements.profile import Profile, make_profile
-from profiler.operators.fitting.attention_fit import UNGROUPED
+from profiler.measurements.profile import UNGROUPED, Profile, make_profile
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from profiler.errors import ProfileError
-from profiler.measurements.profile import parse_chunks
+from profiler.measurements.profile import TWIN, UNGROUPED, parse_chunks
 from profiler.operators.fitting.folds import folds
 from profiler.operators.laws.decode_law import DecodeLaw, fit_decode_law, fit_single
 from profiler.operators.laws.lattice import Lattice, with_knots
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Array = NDArray[np.float64]
-
-UNGROUPED = "without grouped heads"
-"""In the backend of a profile whose decodes read keys and values once a query head."""
-
-TWIN = "even twin"
-"""In the backend of a row: an uneven batch's even twin, measured beside it, which only its difference is told from."""
 
 KV_BYTES = 4
 """A key and a value of 16 bits each."""
