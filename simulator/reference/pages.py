@@ -190,7 +190,7 @@ def _beside(plan: Plan, rows: int, decodes: int) -> int:
     if rows >= plan.slots:
         return rows - (plan.slots - 1)
     tile = plan.limits.tile
-    return max(rows, -(-(decodes + 1) // tile) * tile) - decodes
+    return (rows if decodes < rows else -(-(decodes + 1) // tile) * tile) - decodes
 
 
 def _fewest_rows(plan: Plan) -> int:

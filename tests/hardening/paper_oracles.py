@@ -228,7 +228,9 @@ def slot_of(plan: Plan, job: Job) -> int:
 
 def beside(rows: int, slots: int, decodes: int) -> int:
     """The chunk of a batch of C rows: C - (B - 1); with B > C what the decodes leave of C, or of the next tile above."""
-    return rows - (slots - 1) if rows >= slots else max(rows, -(-(decodes + 1) // TILE) * TILE) - decodes
+    if rows >= slots:
+        return rows - (slots - 1)
+    return (rows if decodes < rows else -(-(decodes + 1) // TILE) * TILE) - decodes
 
 
 def fewest_tiles(slots: int) -> int:

@@ -61,7 +61,7 @@ ORACLES: dict[str, Case] = {
     "prefill_priority": Case("prefill_priority", {}, lambda: prefill_priority),
     "orca": Case("orca", {}, lambda: orca(1 << 30)),
     "orca of 3": Case("orca", {"max_batch_size": 3}, lambda: orca(3)),
-    "request_level": Case("request_level", {"max_batch_size": 3}, lambda: request_level(3)),
+    "request_level": Case("request_level", {"max_batch_size": 3, "early_return": True}, lambda: request_level(3)),
     "chunked": Case("chunked", {"chunk_size": 12}, lambda: chunked(12)),
     "chunked of 3": Case("chunked", {"chunk_size": 3}, lambda: chunked(3)),
     "decode_maximal": Case("decode_maximal", {"chunk_size": 24}, lambda: decode_maximal(24, "pad")),

@@ -90,6 +90,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "request_level": {
         "max_batch_size": st.integers(1, 5),
         "keep_finished": st.booleans(),
+        "early_return": st.booleans(),
         "max_delay_s": st.sampled_from([0.0, 1.5]),
         "reserve": st.sampled_from(["limit", "longest"]),
     },
