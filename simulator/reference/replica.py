@@ -60,16 +60,15 @@ class Replica:
         self.depth = books.limits.micro_batches + books.limits.ahead
         self._looks_at_ns: Ns = 0
         self._left_over: list[Ns] = []
-        env = clock.env
-        self.called = env.event()
-        self.planned, self.done = Store(env), Store(env)
-        self.inboxes = [Store(env) for _ in range(cost.stages)]
-        self.links = [Store(env) for _ in range(cost.stages)]
+        self.called = clock.event()
+        self.planned, self.done = Store(clock), Store(clock)
+        self.inboxes = [Store(clock) for _ in range(cost.stages)]
+        self.links = [Store(clock) for _ in range(cost.stages)]
         for stage in range(cost.stages):
-            env.process(self._stage(stage))
-            env.process(self._link(stage))
+            clock.process(self._stage(stage))
+            clock.process(self._link(stage))
         for process in (self._host(), self._completion(), self._planner()):
-            env.process(process)
+            clock.process(process)
 
     # Requests come and go
 
@@ -102,7 +101,7 @@ class Replica:
         while True:
             yield self.called
             yield self.clock.until(self.clock.now_ns, self.clock.plan(self.number))
-            self.called = self.clock.env.event()
+            self.called = self.clock.event()
             self._plan()
 
     def _plan(self) -> None:
