@@ -17,6 +17,7 @@ from profiler.iterations.aftermath import merged
 from simulator.reference.books import Batch, Books, Job
 from simulator.reference.clock import Clock
 from simulator.reference.recording import Recording
+from simulator.replica.fast_costs import refuse
 
 Process = Generator[Event, Any, None]
 
@@ -129,6 +130,8 @@ class Replica:
         before, after = cost.host_ns(shape)
         stages = range(cost.stages)
         busy = [cost.stage_ns(shape, stage) for stage in stages]
+        for stage, busy_ns in enumerate(busy):
+            refuse(cost, shape, busy_ns, stage)
         if cost.stages == 1:
             busy[0] += self._aftermath_ns(batch)
         send = [cost.send_ns(shape, stage) for stage in stages]

@@ -20,6 +20,7 @@ from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from profiler.iterations.aftermath import merged
 from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
+from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -246,6 +247,8 @@ class PlainReplica:
         stages: list[Ns] = []
         if self._num_stages == 1:
             device = self.cost.stage_ns(shape)
+            if device <= 0:
+                refuse(self.cost, shape, device)
             if self._leaves is not None:
                 device += self._aftermath_ns(batch)
             start = ready
@@ -301,6 +304,8 @@ class PlainReplica:
         device = end = 0
         arrived = ready_ns
         for stage, (busy, send) in enumerate(self._stages_ns(shape)):
+            if busy <= 0:
+                refuse(self.cost, shape, busy, stage)
             start = free[stage]
             if arrived > start:
                 start = arrived
