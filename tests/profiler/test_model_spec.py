@@ -13,13 +13,12 @@ from profiler.errors import ProfileError
 from profiler.specs.model_config import load_model_spec, model_names
 from profiler.specs.model_spec import ModelSpec
 from profiler.specs.useful_work import bytes_of, flops_of
+from tests.shared_data import ORIGINALS
 
-SHAPES = Path("../shared/data/model_shapes.csv")
+SHAPES = ORIGINALS / "model_shapes.csv"
 
 
 def published_shapes() -> list[dict[str, str]]:
-    if not SHAPES.exists():
-        return []
     with SHAPES.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -52,7 +51,6 @@ def llama_config(**changes: object) -> dict[str, object]:
     return {key: value for key, value in keys.items() if value != "absent"}
 
 
-@pytest.mark.skipif(not SHAPES.exists(), reason=f"{SHAPES} is absent")
 @pytest.mark.parametrize("row", published_shapes(), ids=lambda row: row["model"])
 def test_parameters_and_kv_bytes_equal_the_published_table(row: dict[str, str]) -> None:
     spec = load_model_spec(row["model"])
