@@ -14,7 +14,6 @@ from policies.edges.errors import PolicyError
 from policies.kv_memory.swap import Preemption
 from policies.scheduling.handover import Handover
 from policies.scheduling.lockstep import Lockstep
-from policies.work.cohort import Cohort
 from policies.work.request import Ns, Request
 from policies.work.track import Track
 

@@ -113,7 +113,8 @@ class Batch(NamedTuple):
 class Limits:
     """What an engine may do. longest: prompt + declared output. micro_batches: stages of its pipeline. ahead: it plans
     one batch ahead of the running one. chase: a prompt's next chunk may be planned while its last one is in flight.
-    together: decodes of one batch stay together; answers_together: they end together. estimate: predicted duration of a batch, if there is a cost model."""
+    together: decodes of one batch stay together; answers_together: they end together. estimate: predicted duration of a
+    batch, if there is a cost model."""
 
     num_blocks: int
     block_size: int
