@@ -177,6 +177,8 @@ def load_model(
         raise ExecutorError(f"graphs: found {graphs!r}, expected one of {', '.join(GRAPHS)}")
     source = ModelSource("spec", name, None) if isinstance(name, ModelSpec) else find_model(name)
     spec = source.spec
+    spec.refuse_mixed_windows()
+    spec.refuse_quantised("the executor runs weights of 16 or 32 bits", "name the unquantised model's folder")
     where = use_device(pick_device(device))
     if dtype == "auto":
         dtype = "float32" if where.type == "cpu" else spec.dtype
