@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.contract.host import Host
@@ -26,6 +27,8 @@ from policies.work.batch import Batch
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
 from policies.work.track import Track
+
+_by_order: Final = attrgetter("order")
 
 
 class Outcome(NamedTuple):
@@ -195,6 +198,9 @@ class Scheduler(Roster):
             ended = self.tracks.get(request_id)
             if ended is not None and ended not in finished:
                 finished = [*finished, ended]
+        if len(finished) > 1:
+            # In admission order, however they are spread over cohorts: blocks are freed and followers come in it.
+            finished = sorted(finished, key=_by_order)
         for track in finished:
             self._finish(track, now_ns)
         if len(grown) > 1:

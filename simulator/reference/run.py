@@ -81,7 +81,7 @@ class Cluster:
         self.clock = Clock(len(engines))
         self.replicas = [self._replica(number, engine) for number, engine in enumerate(engines)]
         self.followers = trace.followers()
-        self.clock.env.process(self._arrivals())
+        self.clock.process(self._arrivals())
 
     def _replica(self, number: int, engine: Any) -> Replica:
         books = Books(PAGES[type(engine.policy)], engine.policy, limits_of(engine))
@@ -90,7 +90,7 @@ class Cluster:
 
     def run(self) -> None:
         """Until nothing happens any more."""
-        self.clock.env.run()
+        self.clock.run()
 
     def _arrivals(self) -> Process:
         trace = self.trace
