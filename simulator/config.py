@@ -34,7 +34,9 @@ class ReplayConfig:
     knobs: of the policy. cost_model: auto, roofline, or the path of a fitted model. dtype, kv_dtype: auto is the
     model's own. tp, pp: devices per stage and stages. max_model_len: longest prompt + output, the trace's own longest
     by default. num_blocks: usable KV blocks, otherwise what the GPU's memory holds.
-    warmup: requests ("100") or seconds ("30s") left out of the statistics. slo: "ttft_p99=2,tbt_p99=0.2".
+    warmup: requests ("100") or seconds ("30s") left out of the statistics. slo: "ttft_p99=2,tbt_p99=0.2". leaps: cross
+    equal iterations in one step. reference: run the simulator that steps through every stage of every request
+    (simulator.reference); results are the same.
 
     replicas, router, router_knobs: equal replicas and how requests are dealt to them. pools: unequal ones instead, each
     a table of `role` (serve, prefill, decode), `replicas` and whatever it has of its own (see simulator.cluster.pools).
@@ -79,6 +81,7 @@ class ReplayConfig:
     warmup: str | None = None
     slo: str | None = None
     leaps: bool = True
+    reference: bool = False
     replicas: int = 1
     router: str = "least_outstanding_requests"
     router_knobs: Mapping[str, Any] = field(default_factory=dict)
