@@ -33,13 +33,16 @@ def fidelity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Mean and percentiles of TTFT, TPOT and E2E: simulated, measured, error. Nothing is fitted on the runs."""
+    from experiments.errors import ExperimentError
     from experiments.vllm.fidelity import make_bench
     from profiler.measurements.facts import VLLM_RUNS
+    from profiler.operators.engine_terms import parse_terms
 
     folders = run or sorted(path.parent for path in VLLM_RUNS.glob("*/*/requests.parquet"))
     reports = []
+    terms = parse_terms(term or [], ExperimentError)
     for folder in folders:
-        bench = make_bench(folder, profile=profile, model=model, gpu=gpu, tp=tp, terms=_terms(term or []))
+        bench = make_bench(folder, profile=profile, model=model, gpu=gpu, tp=tp, terms=terms)
         result = bench.replay()
         rows = _ablation(bench, result) if ablation else []
         reports.append(_report(bench, result, rows))
@@ -53,21 +56,6 @@ def fidelity(
         from metrics.run_folder.folder import json_ready
 
         print(json.dumps(json_ready(reports if len(reports) > 1 else reports[0]), indent=2))
-
-
-def _terms(texts: list[str]) -> dict[str, Any]:
-    from experiments.errors import ExperimentError
-
-    terms: dict[str, Any] = {}
-    for text in texts:
-        key, mark, value = text.partition("=")
-        try:
-            terms[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            mark = ""
-        if not mark:
-            raise ExperimentError(f"--term: found {text!r}, expected name=value, e.g. uneven_contexts=false")
-    return terms
 
 
 def _ablation(bench: Bench, base: Fidelity) -> list[dict[str, Any]]:
