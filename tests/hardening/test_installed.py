@@ -34,7 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", ".*"))
+        shutil.copytree(
+            ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", ".*")
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "MANIFEST.in"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, folder / "source" / name)
