@@ -59,6 +59,7 @@ def limits_of(engine: Any) -> Limits:
         ahead=ahead,
         chase=config.chase_chunks or ahead,
         together=config.policy == "request_level",
+        answers_together=policy.answers_together,
         tile=engine.cost.tile,
         prefix_caching=config.prefix_caching or bool(getattr(policy, "prefix_caching", False)),
         free_order=getattr(policy, "free_order", "0.32"),
