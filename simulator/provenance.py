@@ -63,6 +63,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "cost_provenance": dict(cost.provenance()),
         "tp": config.tp,
         "pp": config.pp,
+        "ahead": engine.ahead,
         "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),

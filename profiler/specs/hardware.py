@@ -33,6 +33,7 @@ class Hardware:
     network_bandwidth: the same between nodes, per GPU; None where no usual node has one.
     cache_bytes: of the second-level cache that all processors share; None where it is not known.
     host_bandwidth: the same to the host's memory, per GPU; None where it is not known.
+    processor: "gpu", or "cpu" for the processor of a host, on which engines do not plan ahead of the running batch.
     remembered: fields known without a source at hand. source: where the others were read.
     """
 
@@ -48,6 +49,7 @@ class Hardware:
     host_bandwidth: float | None = None
     power_w: float | None = None
     cache_bytes: int | None = None
+    processor: str = "gpu"
     remembered: tuple[str, ...] = ()
     source: str = ""
 
@@ -65,6 +67,8 @@ class Hardware:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected a number above 0")
             if value > MOST:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected at most {MOST:.0e}")
+        if self.processor not in ("gpu", "cpu"):
+            raise ProfileError(f"gpu {self.name}: processor: found {self.processor!r}, expected gpu or cpu")
         for key in ("memory_bytes", "sms"):
             if getattr(self, key) != int(getattr(self, key)):
                 raise ProfileError(f"gpu {self.name}: {key}: found {getattr(self, key)!r}, expected a whole number")
