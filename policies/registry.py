@@ -15,7 +15,8 @@ import math
 import sys
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from policies.contract.policy import Policy
 from policies.edges.errors import PolicyError
@@ -45,7 +46,7 @@ LONGEST_S, LARGEST_FLOAT = 1e9, 1e18
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """One knob of a policy: its name, type, default and what it is for."""
+    """One knob of a policy: its name, type, default and what it is for. optional: it may be None ("auto" as text)."""
 
     name: str
     type: type
@@ -54,6 +55,7 @@ class Knob:
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    optional: bool = False
 
 
 def policy_names() -> list[str]:
@@ -98,14 +100,18 @@ def knobs_of(cls: type[Policy]) -> dict[str, Knob]:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         default = field.default if field.default is not dataclasses.MISSING else None
         meta = field.metadata
+        wanted = hints.get(field.name, type(default))
+        kinds = [kind for kind in get_args(wanted) if kind is not NoneType]
+        optional = len(kinds) == 1 and NoneType in get_args(wanted)
         knobs[field.name] = Knob(
             field.name,
-            hints.get(field.name, type(default)),
+            kinds[0] if optional else wanted,
             default,
             meta.get("help", ""),
             meta.get("least"),
             meta.get("most"),
             tuple(meta.get("choices", ())),
+            optional,
         )
     return knobs
 
@@ -139,6 +145,8 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
     """The value of a knob, which may come as text; PolicyError names the owner, the knob, found and expected."""
     wanted = knob.type
     text = str(value).strip()
+    if knob.optional and (value is None or text.lower() == "auto"):
+        return None
     try:
         if wanted is bool:
             converted: Any = {"true": True, "1": True, "yes": True, "on": True}.get(text.lower())

@@ -66,6 +66,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "engine": engine.named.facts(),
         "tp": config.tp,
         "pp": config.pp,
+        "ahead": engine.ahead,
         "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),

@@ -45,7 +45,7 @@ def replay_command(
     chunk_size: o.ChunkSize = None,
     token_budget: o.TokenBudget = None,
     max_num_seqs: o.MaxNumSeqs = None,
-    ahead: o.Ahead = False,
+    ahead: o.Ahead = None,
     model: o.ModelName = "tiny",
     device: o.Device = "auto",
     dtype: o.DType = "auto",

@@ -22,7 +22,10 @@ ChunkSize = Annotated[
 ]
 TokenBudget = Annotated[int | None, _option("--token-budget", "Most tokens of a batch.", _POLICY)]
 MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", _POLICY)]
-Ahead = Annotated[bool, _option("--async/--sync", "Plan one step ahead of the running one.", _POLICY)]
+Ahead = Annotated[
+    bool | None,
+    _option("--async/--sync", "Plan one step ahead of the running one; by default as the policy's system.", _POLICY),
+]
 ModelName = Annotated[
     str, _option("--model", "Hugging Face folder, .gguf, smollm2, or a spec's name (random weights).", _ENGINE)
 ]

@@ -51,7 +51,7 @@ def _changed(kind: str, base: str, changes: str, inputs: tuple[tuple[str, str], 
 
     load: Callable[[str], Any] = load_model_spec if kind == "model" else load_hardware
     spec = load(base)
-    known = {field.name for field in fields(spec)} - {"name"}
+    known = {field.name for field in fields(spec)} - {"name", "kernels_of", "own_link"}
     facts = asdict(spec)
     for name, value in json.loads(changes).items():
         outer, _, inner = name.partition(".")
@@ -61,9 +61,10 @@ def _changed(kind: str, base: str, changes: str, inputs: tuple[tuple[str, str], 
         if inner and not isinstance(facts[outer] or {}, Mapping):
             raise ExperimentError(f"{kind}.{name}: {outer} of {spec.name} is no table, expected {kind}.{outer}")
         facts[outer] = {**(facts[outer] or {}), inner: value} if inner else value
-    facts.pop("name")
+    # What follows from other facts, or from the file that they stand in, is no key of a file.
+    derived = {name: facts.pop(name) for name in ("name", "kernels_of", "own_link") if name in facts}
     file = placed(f"{spec.name}-changed.toml", facts_as_toml(facts).encode())
-    return base if replace(load(file), name=spec.name) == spec else file
+    return base if replace(load(file), **derived) == spec else file
 
 
 def facts_as_toml(facts: Mapping[str, Any]) -> str:

@@ -140,7 +140,8 @@ def config_of_run(run: RunTables, path: Path) -> ReplayConfig:
                 f"{path}: found a live run of {config['policy']} with --ahead, expected one without: the simulator "
                 "plans ahead under policies with the knob async_scheduling alone"
             )
-        knobs["async_scheduling"] = True
+    if "async_scheduling" in knobs:
+        knobs["async_scheduling"] = bool(config.get("ahead"))
     split = config.get("layer_split")
     return ReplayConfig(
         policy=str(config["policy"]),

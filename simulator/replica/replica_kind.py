@@ -59,6 +59,12 @@ class Engine:
         """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
         return make_apart(self.config.afd).attention if self.config.afd else self.devices
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the next batch is planned before the running one returns."""
+        on_gpu = load_hardware(self.config.gpu).processor == "gpu"
+        return self.policy.plans_ahead(on_gpu=on_gpu, stages=self.config.pp)
+
     def scheduler(self) -> Scheduler:
         """A fresh scheduler for one replica."""
         config = self.config
@@ -75,6 +81,7 @@ class Engine:
             chase_chunks=config.chase_chunks,
             tile=self.cost.tile,
             estimator=self.estimate_ns,
+            ahead=self.ahead,
             prefix_caching=config.prefix_caching,
             swap=self.memory.swap(),
             admission=self.memory.admission(),

@@ -127,7 +127,7 @@ def feed(live: RunTables, trace: Trace, model: CostModel, spec: str | None = Non
     config = live.config
     replay = ReplayConfig(
         policy=str(config["policy"]),
-        knobs=config["knobs"],
+        knobs=_knobs(config),
         model=spec or model_of_run(config),
         leaps=False,
         token_budget=config["token_budget"],
@@ -196,3 +196,11 @@ def _compare(live: RunTables, ours: RunTables) -> Fed:
     keys = ["cohort", "step"]
     left, right = (run.frame("tokens").sort_values(keys).reset_index(drop=True) for run in (live, ours))
     return Fed(len(one), len(one), bool(left.equals(right)), None)
+
+
+def _knobs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of a live run; its host planned ahead or not, whatever its version does by default."""
+    knobs = dict(config["knobs"])
+    if "async_scheduling" in knobs:
+        knobs["async_scheduling"] = bool(config.get("ahead"))
+    return knobs
