@@ -242,7 +242,7 @@ def originals(source: Path) -> None:
     some_columns(source / "model_shapes.csv", SHAPES)
     for client in ("chunk-1", "chunk-11"):
         servegen_client(traces / "servegen_r1", client)
-    grid = "prefill_chunk in (0, 16, 512) and kv_prefill in (0, 2048) and n_decode in (0, 1, 2, 16, 64)"
+    grid = "n_decode == 0 or (prefill_chunk in (0, 16, 512) and kv_prefill in (0, 2048) and n_decode in (1, 2, 16, 64))"
     skew = "n in (2, 16) and pc in (0, 512) and kp in (0, 2048)"
     for card, degrees in (("RTX4090", (1,)), ("RTXPRO6000", (1, 2))):
         folder = profiles / "llmservingsim" / card / "Llama-3.1-8B"

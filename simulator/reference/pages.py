@@ -7,7 +7,6 @@ page and the policy of the same name plan has to agree; they share no code but t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import sqrt
 from typing import Any
 
 from policies.chunked import Chunked
@@ -190,7 +189,7 @@ def _beside(plan: Plan, rows: int, decodes: int) -> int:
     if rows >= plan.slots:
         return rows - (plan.slots - 1)
     tile = plan.limits.tile
-    return max(rows, -(-(decodes + 1) // tile) * tile) - decodes
+    return (rows if decodes < rows else -(-(decodes + 1) // tile) * tile) - decodes
 
 
 def _fewest_rows(plan: Plan) -> int:
@@ -237,11 +236,15 @@ def _by_prefix(plan: Plan, prompt: Job, knobs: DynamicChunk) -> int:
     c, g, b, a = knobs.c_ns, knobs.g_ns, knobs.b_ns, knobs.a_ns
     if not (a or b):
         c, g, b, a = _from_estimates(plan, prefix, first)
-    # The positive root x of a x^2 + slope x = room, in the form that also holds for a = 0.
-    room = b * first + a * first * first - g * prefix
-    slope = b + 2 * a * prefix
-    tokens = 2 * room / (slope + sqrt(max(0.0, slope * slope + 4 * a * room))) if room > 0 and slope > 0 else 0.0
-    return min(most, max(least, int(tokens + beside + 1e-6) // tile * tile))
+
+    def fits(rows: int) -> bool:
+        # A hair less, lest rounding turn a whole tile into the one below.
+        x = rows - beside - 1e-6
+        return c + g * prefix + b * x + a * (2 * prefix * x + x * x) <= c + b * first + a * first * first
+
+    if b + 2 * a * prefix <= 0:
+        return least
+    return max([least] + [rows for rows in range(least, most + 1, tile) if rows > beside and fits(rows)])
 
 
 def _from_estimates(plan: Plan, prefix: int, first: int) -> tuple[float, float, float, float]:
@@ -277,18 +280,27 @@ def _estimate(plan: Plan, shape: BatchShape) -> Ns:
 
 def vllm_v1(plan: Plan, knobs: VllmV1) -> None:
     """vLLM's v1/core/sched/scheduler.py: running requests in order, each what it lacks; waiting ones if none was
-    preempted and the whole prompt would fit."""
+    preempted and the whole prompt would fit. scheduling=priority: the least urgent gives way, the most urgent is next;
+    a prompt that has to give way to itself ends the look at the running ones."""
     alone = plan.books.num_running + len(plan.waiting) == 1
     limit = NO_LIMIT if alone else knobs.long_prefill_token_threshold or NO_LIMIT
+    by_priority = knobs.scheduling == "priority"
+
+    def urgency(job: Job) -> tuple[int, Ns, int]:
+        return job.request.priority, job.request.arrival_ns, job.request.id
+
+    first_to_go = urgency if by_priority else None
     for group in plan.free():
         if group.jobs and group.decodes:
-            plan.decode(group, NO_LIMIT)
+            plan.decode(group, NO_LIMIT, first_to_go)
             continue
         for job in list(group.jobs):
             while job.order >= 0 and plan.left and not plan.run(job, limit):
-                plan.preempt()
+                plan.preempt(first_to_go)
+            if by_priority and job.order < 0:
+                return
     while plan.waiting and plan.left and not plan.victims:
-        job = plan.waiting[0]
+        job = min(plan.waiting, key=urgency) if by_priority else plan.waiting[0]
         if not plan.admit(job, min(job.known, limit), room_for=job.known if knobs.reserve_full else 0):
             break
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy with its knobs, as written: `chunked` or `chunked:chunk_size=256`."""
+    """A policy with its knobs, as written: `chunked`, `chunked:chunk_size=256`, `file.py:Class:knob=value`."""
 
     label: str
     name: str
@@ -33,6 +33,8 @@ class PolicyChoice:
         from policies import make_policy
 
         name, *settings = text.strip().split(":")
+        if name.endswith(".py") and settings and "=" not in settings[0]:
+            name = f"{name}:{settings.pop(0)}"
         knobs = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
@@ -181,12 +183,12 @@ class LiveSide:
         assert isinstance(self.loaded, ShardedModel)
         return measure_stages(self.loaded, plan, out, block_size=self.choice.block_size, progress=progress)
 
-    def measure(self, plan: MeasurementPlan, out: Path, progress: Any = None) -> Profile:
+    def measure(self, plan: MeasurementPlan, out: Path, progress: Any = None, note: Any = None) -> Profile:
         """The profile of a plan; goes on where an earlier call was interrupted."""
         from executor.measuring.measure_plan import measure_plan, unsure_by_fit
 
         return measure_plan(
-            self.loaded, plan, out, block_size=self.choice.block_size, adapt=unsure_by_fit, progress=progress
+            self.loaded, plan, out, block_size=self.choice.block_size, adapt=unsure_by_fit, progress=progress, note=note
         )
 
     def probe(self, plan: MeasurementPlan, fit: Any, when: str, began: float) -> Any:
@@ -198,10 +200,7 @@ class LiveSide:
 
         points: Sequence[Point] = plan.noise
         if self._rig is None:
-            needed = replace(plan, points=tuple(points))
-            self._rig = BatchRig(
-                self.loaded, most_tokens=needed.most_tokens, longest=needed.longest, block_size=self.choice.block_size
-            )
+            self._rig = BatchRig.for_points(self.loaded, points, block_size=self.choice.block_size)
             self._rig.warm(points)
         return take_probe(self._rig, points, fit, when, began)
 
@@ -211,10 +210,11 @@ class LiveSide:
         from executor.serving.device_memory import free_memory_bytes
 
         found = measure_ceilings(self.loaded.device, self.loaded.dtype)
-        return found, hardware_table(found, free_memory_bytes(self.loaded.device))
+        processor = "cpu" if self.loaded.device.type == "cpu" else "gpu"
+        return found, hardware_table(found, free_memory_bytes(self.loaded.device), processor)
 
 
-def hardware_table(ceilings: Any, memory_bytes: int) -> str:
+def hardware_table(ceilings: Any, memory_bytes: int, processor: str) -> str:
     """Measured ceilings as a hardware table that `--gpu FILE.toml` reads."""
     return (
         f'title = "{ceilings.device}"\n'
@@ -222,6 +222,7 @@ def hardware_table(ceilings: Any, memory_bytes: int) -> str:
         f"memory_bytes = {memory_bytes}\n"
         f"memory_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
         "sms = 1\n"
+        f'processor = "{processor}"\n'
         'link = "none"\n'
         f"link_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
         'source = "measured here: a copy and a matrix product"\n'
