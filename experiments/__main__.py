@@ -15,6 +15,7 @@ COMMAND_MODULES = (
     "experiments.vllm.parity_command",  # parity
     "experiments.vllm.fidelity_command",  # fidelity
     "experiments.coverage.command",  # coverage
+    "experiments.board.command",  # board
     "experiments.validation.command",  # validate
     "experiments.calibration.command",  # calibrate
     "experiments.papers.command",  # list, run, claims
