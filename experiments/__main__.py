@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COMMAND_MODULES = (
     "experiments.vllm.parity_command",  # parity
     "experiments.vllm.fidelity_command",  # fidelity
+    "experiments.vllm.whole_engines_command",  # engines
     "experiments.coverage.command",  # coverage
     "experiments.board.command",  # board
     "experiments.validation.command",  # validate

@@ -61,6 +61,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "cost_kind": cost.kind,
         "calibrated": cost.calibrated,
         "cost_provenance": dict(cost.provenance()),
+        "engine": engine.named.facts(),
         "tp": config.tp,
         "pp": config.pp,
         "devices_per_replica": engine.devices,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from policies import Policy, Scheduler, largest_batch, make_policy, make_scheduler
+from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
+from policies.registry import policy_class
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
+from profiler.operators.engine_terms import EngineTerms
+from profiler.operators.fitting.error_factors import factors
+from profiler.operators.named_engines import NONE, NamedEngine, load_engine
 from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.memory_plan import plan_memory
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
+from simulator.replica.front_end import FrontEndTimes
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
 
@@ -28,7 +33,8 @@ class Engine:
     """What every replica of a run shares: the policy, its costs and its limits.
 
     nominal: what a policy that plans by time believes, where `cost` is a draw from a model's error (no engine knows
-    its own residual); otherwise None, and it believes `cost` itself.
+    its own residual); otherwise None, and it believes `cost` itself. named, front: the engine as it is served, and its
+    front end.
     """
 
     policy: Policy
@@ -37,6 +43,8 @@ class Engine:
     max_model_len: int
     config: ReplayConfig
     nominal: CostModel | None = None
+    named: NamedEngine = field(default_factory=lambda: NamedEngine(NONE))
+    front: FrontEndTimes | None = None
 
     @property
     def devices(self) -> int:
@@ -86,7 +94,10 @@ class Engine:
             raise SimulationError(
                 f"--runs: {self.cost.name} was not measured and knows no error; take a fitted cost model"
             )
-        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost)
+        front = self.front
+        if front is not None and (width := self.named.half_widths.get("front_end")):
+            front = front.scaled(factors({"front_end": width}, seed)["front_end"])
+        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost, front=front)
 
     def estimate_ns(self, shape: Any) -> int:
         """Predicted duration of one iteration, for policies that plan by time."""
@@ -97,6 +108,12 @@ class Engine:
 
 def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
     """Resolve a config's names into a policy, a cost model and a KV pool. `cost` overrides the config's cost model."""
+    named = load_engine(config.engine)
+    terms = EngineTerms.from_mapping({**named.terms, **config.terms}, "--term")
+    gpu = load_hardware(config.gpu)
+    if config.p2p is not None:
+        gpu = replace(gpu, p2p=config.p2p)
+    config = _with_defaults_of(named, config, gpu)
     policy = make_policy(config.policy, config.knobs)
     check_memory(config)
     if config.pp > 1 and getattr(policy, "async_scheduling", False):
@@ -105,7 +122,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         )
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
-    model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
+    model = load_model_spec(config.model)
     max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
@@ -117,7 +134,25 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
-    return Engine(policy, cost, num_blocks, max_model_len, config)
+    return Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+
+
+def _with_defaults_of(named: NamedEngine, config: ReplayConfig, gpu: Hardware) -> ReplayConfig:
+    """The config with the engine's own defaults where it leaves a setting open and its policy has the knob."""
+    if named.policy is None:
+        return config
+    has = knobs_of(policy_class(config.policy))
+    knobs = {
+        name: value
+        for name, value in named.knobs.items()
+        if name in has and not (name == "async_scheduling" and config.pp > 1)
+    }
+    limits = {
+        name: named.limit(name, gpu) for name in ("token_budget", "max_num_seqs") if getattr(config, name) is None
+    }
+    if "chunk_size" in config.knobs:
+        limits.pop("token_budget", None)
+    return replace(config, knobs={**knobs, **config.knobs}, **limits)
 
 
 def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
@@ -135,7 +170,18 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
     if name not in ("auto", "roofline") and (file := Path(name)).exists():
         name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
     return _shared_cost(
-        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+        model,
+        gpu,
+        name,
+        changed_ns,
+        config.dtype,
+        config.kv_dtype,
+        tp,
+        config.pp,
+        split,
+        config.pp_link,
+        load_engine(config.engine),
+        tuple(sorted(config.terms.items())),
     )
 
 
@@ -151,6 +197,8 @@ def _shared_cost(
     pp: int,
     layer_split: tuple[int, ...] | None,
     pp_link: str,
+    engine: NamedEngine,
+    terms: tuple[tuple[str, Any], ...],
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
@@ -166,6 +214,8 @@ def _shared_cost(
         tp=tp,
         pp=pp,
         layer_split=layer_split,
+        engine=engine,
+        terms=dict(terms),
         **options,
     )
 
