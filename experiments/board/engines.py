@@ -37,7 +37,9 @@ def groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name, half in sorted({(row["group"], row["half"]) for row in rows}):
         some = [row for row in rows if (row["group"], row["half"]) == (name, half)]
         banded = [row for row in some if row["ttft_band_ms"] is not None]
-        inside = sum(row["ttft_band_ms"][0] <= row["measured"]["ttft_mean_ms"] <= row["ttft_band_ms"][1] for row in banded)
+        inside = sum(
+            row["ttft_band_ms"][0] <= row["measured"]["ttft_mean_ms"] <= row["ttft_band_ms"][1] for row in banded
+        )
         found.append(
             {
                 "group": name,

@@ -7,6 +7,7 @@ An entry is plain data: names of the run, then for every statistic what was meas
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 LATENCIES = ("ttft", "tpot", "e2e")
 STATISTICS = ("mean", "p50", "p90", "p99")
-DIGITS = 4
+DIGITS = 5
 """Significant digits of every figure on the board."""
 STEP_LOGS_OF = {
     "fp32_t2q_512": {"num_blocks": 512, "block_size": 128},
@@ -65,17 +66,23 @@ def rounded(values: Mapping[str, float]) -> dict[str, float]:
 def vllm_entries() -> list[Entry]:
     """The recorded vLLM runs, request by request."""
     published = published_predictions()
-    return [vllm_entry(path.parent, published) for path in sorted(VLLM_RUNS.glob("*/*/requests.parquet"))]
+    folders = [path.parent for path in sorted(VLLM_RUNS.glob("*/*/requests.parquet"))]
+    found = [vllm_entry(folder, published) for folder in folders]
+    # Whether the GPUs of a node reach each other was not recorded: the other answer is told beside the default.
+    found += [vllm_entry(folder, published, p2p=False) for folder, entry in zip(folders, found) if entry.tp > 1]
+    return found
 
 
-def vllm_entry(folder: Path, published: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Entry:
+def vllm_entry(
+    folder: Path, published: Mapping[str, Mapping[str, Mapping[str, float]]], p2p: bool | None = None
+) -> Entry:
     from experiments.vllm.fidelity import make_bench
     from experiments.vllm.recorded_run import read_vllm_run
     from profiler.commands.profiles import gpu_name
     from profiler.operators.fitted_model import find_fitted
 
     run = read_vllm_run(folder)
-    bench = make_bench(folder, profile=find_fitted(gpu_name(run.gpu)))
+    bench = make_bench(folder, profile=find_fitted(gpu_name(run.gpu)), p2p=p2p)
     result = bench.replay()
     first, last = run.requests["queued_s"].min(), run.requests["last_s"].max()
     tokens = float(run.requests["output"].sum())
@@ -85,18 +92,25 @@ def vllm_entry(folder: Path, published: Mapping[str, Mapping[str, Mapping[str, f
     predicted = {**_in_ms(result.simulated), "output_tokens_per_s": tokens / span}
     rate = (len(run.requests) - 1) / float(run.requests["queued_s"].max() - first)
     return Entry(
-        run=run.name,
+        run=run.name if p2p is None else f"{run.name}, no peer-to-peer",
         engine=f"vLLM {run.meta.get('vllm_version', '')}".strip(),
         model=bench.spec.name,
         gpu=bench.hardware.name,
         tp=bench.tp,
         load=f"{len(run.requests)} requests, {rate:.1f}/s",
         costs=_costs(bench),
-        calibrated="nothing",
+        calibrated=_calibrated(bench.source, run.name),
         measured=measured,
         predicted=predicted,
         others=published.get(run.name, {}),
     )
+
+
+def _calibrated(source: str, run: str) -> str:
+    """What a bench's source says to be CALIBRATED on the run itself; whatever was calibrated on another is no fit."""
+    parts = [part.strip() for part in re.split("[,;:]", source)]
+    marked = [part.partition(" CALIBRATED on ")[0] for part in parts if part.endswith(f"CALIBRATED on {run}")]
+    return ", ".join(marked) or "nothing"
 
 
 def _costs(bench: Bench) -> str:

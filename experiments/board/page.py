@@ -27,7 +27,9 @@ def page(board: Mapping[str, Any]) -> str:
     parts += [_run(entry) for entry in board["runs"]]
     if board["engines"]:
         parts.append(_engines(board))
-    parts += [_ranking(board["ranking"]), _parity(board["parity"])]
+    if board["ranking"]:
+        parts.append(_ranking(board["ranking"]))
+    parts.append(_parity(board["parity"]))
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -35,13 +37,21 @@ def _short(board: Mapping[str, Any]) -> Iterable[str]:
     rows = []
     for entry in board["runs"]:
         errors = [percent(error_of(entry, f"{key}_mean_ms")) for key in NAMES]
-        others = [
-            f"{tool}: {', '.join(percent(values[f'{key}_mean_ms'] / entry['measured'][f'{key}_mean_ms'] - 1) for key in NAMES)}"
-            for tool, values in entry["others"].items()
-        ]
-        name = f"{entry['engine']}, {entry['model']}, {entry['tp']} x {entry['gpu']}"
-        rows.append((name, *errors, percent(error_of(entry, "output_tokens_per_s")), "; ".join(others), entry["calibrated"]))
-    heads = ("run", *(f"{name} mean" for name in NAMES.values()), "throughput", "others (TTFT, TPOT, E2E)", "fitted on this run")
+        others = []
+        for tool, values in entry["others"].items():
+            means = [percent(values[f"{key}_mean_ms"] / entry["measured"][f"{key}_mean_ms"] - 1) for key in NAMES]
+            others.append(f"{tool}: {', '.join(means)}")
+        name = _title(entry)
+        rows.append(
+            (name, *errors, percent(error_of(entry, "output_tokens_per_s")), "; ".join(others), entry["calibrated"])
+        )
+    heads = (
+        "run",
+        *(f"{name} mean" for name in NAMES.values()),
+        "throughput",
+        "others (TTFT, TPOT, E2E)",
+        "fitted on this run",
+    )
     yield table(heads, rows)
     ranked = board["ranking"]
     if ranked:
@@ -63,10 +73,17 @@ def _run(entry: Mapping[str, Any]) -> str:
             others = [percent(values[column] / entry["measured"][column] - 1) for values in entry["others"].values()]
             rows.append((f"{name} {statistic}", *_pair(entry, column, "ms"), *others))
     rows.append(("output tokens/s", *_pair(entry, "output_tokens_per_s", ""), *("" for _ in entry["others"])))
-    title = f"### {entry['engine']}, {entry['model']}, {entry['tp']} x {entry['gpu']}"
-    words = f"Run `{entry['run']}`: {entry['load']}. Costs: {entry['costs']}. Fitted on this run: {entry['calibrated']}."
+    title = f"### {_title(entry)}"
+    words = (
+        f"Run `{entry['run']}`: {entry['load']}. Costs: {entry['costs']}. Fitted on this run: {entry['calibrated']}."
+    )
     heads = ("statistic", "measured", "predicted", "error", *entry["others"])
     return f"{title}\n\n{words}\n\n{table(heads, rows)}"
+
+
+def _title(entry: Mapping[str, Any]) -> str:
+    name, _, variant = entry["run"].partition(", ")
+    return f"{entry['engine']}, {entry['model']}, {entry['tp']} x {entry['gpu']}{f', {variant}' if variant else ''}"
 
 
 def _engines(board: Mapping[str, Any]) -> str:
@@ -78,24 +95,25 @@ def _engines(board: Mapping[str, Any]) -> str:
     heads = ("engine", "half", "rows", *(f"{name} median error" for name in NAMES.values()), "TTFT in band")
     return (
         "## Engines under load, means alone\n\n"
-        "Closed loops of a fixed concurrency, and constant rates behind HTTP; single rows are in board.json. Terms of named\n"
-        "engines were fitted on half a; half b judges. The TTFT of a closed loop depends on how first arrivals spread, so it\n"
-        "is predicted as a band.\n\n" + table(heads, rows)
+        "Closed loops of a fixed concurrency, and constant rates behind HTTP; single rows are in board.json. Terms\n"
+        "of named engines were fitted on half a; half b judges. The TTFT of a closed loop depends on how first\n"
+        "arrivals spread, so it is predicted as a band.\n\n" + table(heads, rows)
     )
 
 
 def _ranking(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        (row["study"], f"{row['load']:.0%}", row["statistic"], " < ".join(row["live_order"]),
-         " < ".join(row["simulated_order"]), f"{row['agreed']} of {row['decided']}", "yes" if row["winner_named"] else "no")
-        for row in rows
-    ]  # fmt: skip
+    lines = []
+    for row in rows:
+        orders = (" < ".join(row[key]) for key in ("live_order", "simulated_order"))
+        named = "yes" if row["winner_named"] else "no"
+        asked = (row["study"], f"{row['load']:.0%}", row["statistic"])
+        lines.append((*asked, *orders, f"{row['agreed']} of {row['decided']}", named))
     heads = ("study", "load", "statistic", "live, best first", "simulated", "decided pairs right", "winner named")
     return (
         "## Does the simulator name the right winner?\n\n"
-        "Policies served live by this project's executor, three repeats each; costs were measured and fitted before the live\n"
-        "runs. A pair is decided where the ranges of its repeats do not meet; a winner counts as named where the live runs\n"
-        "do not know better.\n\n" + table(heads, lines)
+        "Policies served live by this project's executor, three repeats each; costs were measured and fitted before\n"
+        "the live runs. A pair is decided where the ranges of its repeats do not meet; a winner counts as named where\n"
+        "the live runs do not know better.\n\n" + table(heads, lines)
     )
 
 

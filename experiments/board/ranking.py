@@ -23,7 +23,7 @@ def rankings() -> list[dict[str, Any]]:
 
 
 def study(folder: Path) -> list[dict[str, Any]]:
-    """The rows of one study: settings.json, model.json, device.toml, trace.csv and live.csv in one folder."""
+    """The rows of one study: settings.json, model.json, device.toml, live.csv and a trace a load in one folder."""
     from experiments.errors import ExperimentError
 
     settings = read_json(folder / "settings.json", ExperimentError)
@@ -50,13 +50,13 @@ def simulate(folder: Path, settings: Any, load: str, policy: str) -> dict[str, A
     from simulator import ReplayConfig, replay
     from workloads import read_trace
 
-    trace = read_trace(folder / "trace.csv").scaled(settings["rate_scale"][load])
-    config = ReplayConfig(policy=policy, gpu=str(folder / "device.toml"), **settings["engine"])
+    trace = read_trace(folder / f"trace-{load}.csv")
+    config = ReplayConfig(policy=policy, gpu=str(folder / "device.toml"), **settings)
     return replay(trace, config, cost=IterationModel(read_fit(folder / "model.json"))).summary
 
 
 def rank(statistic: str, repeats: dict[str, list[float]], predicted: dict[str, float]) -> dict[str, Any]:
-    """Orders from the best policy to the worst, and the decided pairs that the prediction orders as the live runs do."""
+    """Orders from the best policy to the worst, and the decided pairs that are predicted in the live order."""
     means = {policy: sum(values) / len(values) for policy, values in repeats.items()}
     decided = [
         (one, other)
@@ -64,7 +64,9 @@ def rank(statistic: str, repeats: dict[str, list[float]], predicted: dict[str, f
         if len(repeats[one]) > 1 and len(repeats[other]) > 1
         and (max(repeats[one]) < min(repeats[other]) or max(repeats[other]) < min(repeats[one]))
     ]  # fmt: skip
-    agreed = [pair for pair in decided if (means[pair[0]] < means[pair[1]]) == (predicted[pair[0]] < predicted[pair[1]])]
+    agreed = [
+        pair for pair in decided if (means[pair[0]] < means[pair[1]]) == (predicted[pair[0]] < predicted[pair[1]])
+    ]
     live_order, simulated_order = sorted(means, key=means.__getitem__), sorted(predicted, key=predicted.__getitem__)
     winner = simulated_order[0]
     # Live runs know no better where the named winner's repeats reach into those of the best.
