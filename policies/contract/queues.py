@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 
 from policies.contract.host import Host
 from policies.work.cohort import Cohort
+from policies.work.request import Ns
 from policies.work.track import Track
 
 
@@ -208,11 +209,16 @@ def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
         return
-    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
-    arrival_ns = track.request.arrival_ns
-    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
-    for near in range(at, min(at + 64, len(queue))):
-        if queue[near] is track:
-            del queue[near]
-            return
-    queue.remove(track)
+    # All but preempted requests stand in order of arrival, and of rows where they came at one moment: looked up, not
+    # compared one by one.
+    request = track.request
+    at = bisect_left(queue, (request.arrival_ns, request.id), key=_by_arrival)
+    if at < len(queue) and queue[at] is track:
+        del queue[at]
+    else:
+        queue.remove(track)
+
+
+def _by_arrival(track: Track) -> tuple[Ns, int]:
+    request = track.request
+    return request.arrival_ns, request.id
