@@ -216,7 +216,9 @@ class DeviceDay:
                 with tarfile.open(packed, "r:gz") as tar:
                     tar.extractall(target, filter="data")
             except (tarfile.TarError, OSError, EOFError) as error:
-                raise ExperimentError(f"{packed}: cannot be unpacked ({str(error).splitlines()[0]}); remove it to begin anew") from None
+                raise ExperimentError(
+                    f"{packed}: cannot be unpacked ({str(error).splitlines()[0]}); remove it to begin anew"
+                ) from None
 
 
 def run_limited(command: Sequence[str], seconds: float, log: Any, environment: dict[str, str]) -> int | None:
