@@ -42,6 +42,9 @@ def calibrate_command(
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     seed: Annotated[int, typer.Option(help="Of weights, prompts, trace and plan.", min=0)] = 0,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on in --out although the model or Charioteer has changed since.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Self-test, ceilings, profile, fit, live replay under two policies, report, and a fitted model to ship."""
@@ -78,7 +81,7 @@ def calibrate_command(
         prompt=prompt,
         output=output,
     )
-    result = calibrate(what, out, Say(as_json))
+    result = calibrate(what, out, Say(as_json), anyway=anyway)
     if as_json:
         print(json.dumps(as_dict(result), indent=2))
         return

@@ -28,6 +28,7 @@ class Queues:
         "_chase_decodes",
         "_cohorts",
         "_in_line",
+        "_lined_up",
         "_partial",
         "changes",
         "decode_tokens_promised",
@@ -59,8 +60,9 @@ class Queues:
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
         # A heap, with entries of those who have left until they come to its top, and who waits now.
-        self._by_priority: list[tuple[int, int, int, Track]] | None = None
-        self._in_line: set[int] = set()
+        self._by_priority: list[tuple[int, int, int, int, Track]] | None = None
+        self._in_line: set[Track] = set()
+        self._lined_up = 0
 
     @property
     def running(self) -> list[Cohort | Track]:
@@ -131,9 +133,9 @@ class Queues:
             for track in self.waiting:
                 self._line_up(track)
         heap, in_line = self._by_priority, self._in_line
-        while heap[0][2] not in in_line:
+        while heap[0][4] not in in_line:
             heappop(heap)
-        return heap[0][3]
+        return heap[0][4]
 
     # Books kept by the scheduler
 
@@ -168,7 +170,7 @@ class Queues:
             _take_out(of_class, track)
             if not of_class:
                 del self._by_class[track.request.priority, track.request.slo]
-        self._in_line.discard(track.request.id)
+        self._in_line.discard(track)
 
     def count_running(self, track: Track, change: int) -> None:
         self.num_running += change
@@ -183,8 +185,10 @@ class Queues:
     def _line_up(self, track: Track) -> None:
         assert self._by_priority is not None
         request = track.request
-        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, track))
-        self._in_line.add(request.id)
+        # Numbered, because a request that starts over after its replica died is another track with the same entry.
+        self._lined_up += 1
+        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, self._lined_up, track))
+        self._in_line.add(track)
 
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None

@@ -85,7 +85,8 @@ class Replica:
         job = self.jobs[row]
         self.books.end(job, "aborted", reason, self.clock.now_ns)
         self.call()
-        self._ended(job)
+        for ended in (job, *self.books.return_answers(self.clock.now_ns)):
+            self._ended(ended)
 
     def _ended(self, job: Job) -> None:
         del self.jobs[job.request.id]

@@ -46,7 +46,7 @@ def refuse(plan: Any) -> None:
 def limits_of(engine: Any) -> Limits:
     """What the replicas of an engine may do, as its config and its policy say."""
     config, policy = engine.config, engine.policy
-    ahead = bool(getattr(policy, "async_scheduling", False))
+    ahead = engine.ahead
     budget, seqs, watermark = config.token_budget, config.max_num_seqs, config.watermark
     return Limits(
         num_blocks=engine.num_blocks,
@@ -59,6 +59,7 @@ def limits_of(engine: Any) -> Limits:
         ahead=ahead,
         chase=config.chase_chunks or ahead,
         together=config.policy == "request_level",
+        answers_together=policy.answers_together,
         tile=engine.cost.tile,
         prefix_caching=config.prefix_caching or bool(getattr(policy, "prefix_caching", False)),
         free_order=getattr(policy, "free_order", "0.32"),

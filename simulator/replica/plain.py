@@ -124,7 +124,8 @@ class PlainReplica:
         return gone
 
     def abandon(self, reason: str) -> list[Track]:
-        """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
+        """The replica dies: batches in flight never complete. Returns its requests; not even the end of those
+        that have finished is reported."""
         self.settle()
         if self._completion is not None:
             self._completion.void = True
@@ -157,7 +158,8 @@ class PlainReplica:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.tracks) - self.scheduler.queues.num_running
+        scheduler = self.scheduler
+        return len(scheduler.tracks) - scheduler.queues.num_running - len(scheduler.withheld)
 
     @property
     def prefill_tokens(self) -> int:

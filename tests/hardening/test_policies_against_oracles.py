@@ -143,6 +143,7 @@ def test_a_policy_plans_what_its_paper_says(
         token_budget=policy.default_token_budget(longest),
         max_num_seqs=policy.default_max_num_seqs(),
         together=case.policy == "request_level",
+        answers_together=policy.answers_together,
         tile=TILE,
         estimate=case.estimator,
     )

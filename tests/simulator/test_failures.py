@@ -79,6 +79,14 @@ def test_whoever_arrives_while_all_are_down_waits_for_the_one_that_comes_back():
     assert lives(result) == [(0, 0, 0, 1.5), (0, 10, 10, None)]
 
 
+def test_who_waits_by_priority_starts_over_when_its_replica_is_back():
+    """The heap of waiting requests holds those of the dead replica until they come to its top."""
+    trace = trace_of([(0, 8, 30)] * 5)
+    knobs = {"scheduling": "priority"}
+    result = run(trace, policy="vllm_v1", knobs=knobs, num_blocks=12, block_size=4, failures=("0@3+2",))
+    assert result.summary["finished"] == 5
+
+
 def test_nobody_waits_for_a_replica_that_will_not_come_back():
     result = run(trace_of([(0, 4, 9), (20, 4, 2)]).with_timeout(100), failures=("0@1.5",))
     assert by_request(result, "status").tolist() == ["failed", "failed"]

@@ -90,6 +90,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "request_level": {
         "max_batch_size": st.integers(1, 5),
         "keep_finished": st.booleans(),
+        "early_return": st.booleans(),
         "max_delay_s": st.sampled_from([0.0, 1.5]),
         "reserve": st.sampled_from(["limit", "longest"]),
     },
@@ -125,6 +126,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "long_prefill_token_threshold": st.sampled_from([0, 7]),
         "reserve_full": st.booleans(),
         "free_order": st.sampled_from(["0.19", "0.32"]),
+        "scheduling": st.sampled_from(["fcfs", "priority"]),
     },
 }
 
