@@ -21,7 +21,8 @@ class LiveConfig:
         slo: as in a simulated run. num_blocks: by default as many as the trace could ever use, within memory_share of
         a CPU's free memory (0.5) or of all of a GPU's (0.9, with what else is on it).
     time_scale: the trace's arrival times are multiplied by it. as_fast_as_possible: all requests arrive at once.
-    ahead: plan one step ahead of the running one. seed: of weights, of random prompts and of sampling.
+    ahead: plan one step ahead of the running one; None: as the policy's system does on such a device. seed: of weights,
+    of random prompts and of sampling.
     temperature, top_k, top_p: greedy by default. ignore_eos: every answer has the trace's length, whatever it says.
     graphs: CUDA graphs: auto (on CUDA where they can be), on, off. streams: a mixed batch's two attention launches side
         by side (attention triton on CUDA). nvtx: name passes and operators in a profiler's timeline. allocator: of
@@ -50,7 +51,7 @@ class LiveConfig:
     allocator: str = "default"
     threads: int | None = None
     trim_last_layer: bool = True
-    ahead: bool = False
+    ahead: bool | None = None
     token_budget: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None

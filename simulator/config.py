@@ -31,6 +31,9 @@ TUPLES: dict[str, type] = {"layer_split": int, "pools": dict, "failures": str}
 class ReplayConfig:
     """A run, apart from its trace. None means: decided by policy, model or trace.
 
+    engine: as it is served, by name and version (vllm:0.19) or a file (profiler.operators.named_engines): scheduler
+    defaults, host and front-end terms; terms: fields of profiler.operators.engine_terms.EngineTerms that differ from
+    the engine's. p2p: whether GPUs of a node reach each other directly, as the card's table assumes by default.
     knobs: of the policy. cost_model: auto, roofline, or the path of a fitted model. dtype, kv_dtype: auto is the
     model's own. tp, pp: devices per stage and stages. max_model_len: longest prompt + output, the trace's own longest
     by default. num_blocks: usable KV blocks, otherwise what the GPU's memory holds.
@@ -61,6 +64,9 @@ class ReplayConfig:
     model: str = "llama-3.1-8b"
     gpu: str = "h100"
     cost_model: str = "auto"
+    engine: str = "none"
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    p2p: bool | None = None
     dtype: str = "auto"
     kv_dtype: str = "auto"
     tp: int = 1

@@ -22,7 +22,10 @@ ChunkSize = Annotated[
 ]
 TokenBudget = Annotated[int | None, _option("--token-budget", "Most tokens of a batch.", _POLICY)]
 MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", _POLICY)]
-Ahead = Annotated[bool, _option("--async/--sync", "Plan one step ahead of the running one.", _POLICY)]
+Ahead = Annotated[
+    bool | None,
+    _option("--async/--sync", "Plan one step ahead of the running one; by default as the policy's system.", _POLICY),
+]
 ModelName = Annotated[
     str, _option("--model", "Hugging Face folder, .gguf, smollm2, or a spec's name (random weights).", _ENGINE)
 ]
@@ -109,4 +112,5 @@ Warmup = Annotated[str | None, _option("--warmup", "Requests (100) or seconds (3
 Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", _OUTPUT)]
 Out = Annotated[Path | None, _option("--out", "Folder for the run.", _OUTPUT)]
 ConfigFile = Annotated[Path | None, _option("--config", "TOML with these flags, or a live run's config.json.", _OUTPUT)]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", _OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", _OUTPUT)]

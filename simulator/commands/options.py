@@ -18,6 +18,8 @@ from policies.edges.command_line import knob_flags, refuse_flags, with_flags
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import BUILT_IN, knobs_of, policy_class
+from profiler.operators.engine_terms import parse_terms
+from profiler.operators.named_engines import load_engine
 from simulator.commands import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -51,6 +53,21 @@ Model = Annotated[str, _option("--model", "Model name, Hugging Face folder, conf
 Gpu = Annotated[str, _option("--gpu", "GPU name, or a TOML file that describes one.", ENGINE)]
 CostModel = Annotated[
     str, _option("--cost-model", "auto (a fitted one if it ships for this GPU), roofline, or a model file.", ENGINE)
+]
+EngineName = Annotated[
+    str,
+    _option(
+        "--engine",
+        "Engine as it is served: vllm:0.19, trtllm, ... or a TOML file; none: kernels and scheduler alone.",
+        ENGINE,
+    ),
+]
+Term = Annotated[
+    list[str] | None, _option("--term", "Change a term of the engine, as host_tp_step_us=0; repeatable.", ENGINE)
+]
+P2P = Annotated[
+    bool | None,
+    _option("--p2p/--no-p2p", "GPUs of a node reach each other directly; as the card's table says by default.", ENGINE),
 ]
 DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the model's own.", ENGINE)]
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]
@@ -107,6 +124,7 @@ Follow = Annotated[int | None, _option("--follow", "A request to follow through 
 ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
 Seeds = Annotated[
     int,
@@ -132,6 +150,9 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "model": (Model, "llama-3.1-8b"),
     "gpu": (Gpu, "h100"),
     "cost_model": (CostModel, "auto"),
+    "engine": (EngineName, "none"),
+    "term": (Term, None),
+    "p2p": (P2P, None),
     "dtype": (DType, "auto"),
     "kv_dtype": (KVDType, "auto"),
     "tp": (TP, 1),
@@ -162,8 +183,11 @@ replay_flags = with_flags(SHARED)
 """Gives a command, written as f(ctx, its own flags, **shared), the flags of SHARED."""
 
 
-def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, ReadingOptions]:
-    """One config from flags, config file and defaults."""
+def collect(ctx: typer.Context, config_file: Path | None, anyway: bool) -> tuple[ReplayConfig, ReadingOptions]:
+    """One config from flags, config file and defaults.
+
+    anyway: take a run's config although it was made from files of other content, or by another version.
+    """
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
     knobs = {**knobs_of_file(from_file, SimulationError), **_knobs_given(ctx, from_file)}
@@ -173,13 +197,33 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
         knobs["chunk_size"] = chunk_size
     if flags.pop("plain", False):
         flags["leaps"] = False
+    if (terms := flags.pop("term", None)) is not None:
+        flags["terms"] = {**from_file.get("terms", {}), **parse_terms(terms, SimulationError)}
     if isinstance(split := flags.get("layer_split"), str):
         flags["layer_split"] = _split(split)
     values = {**from_file, **cluster_options.as_config(flags)}
     reading = {entry.name for entry in fields(ReadingOptions)}
     trace_options = ReadingOptions(**{name: value for name, value in values.items() if name in reading})
     rest = {name: value for name, value in values.items() if name not in reading}
-    return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
+    engine = load_engine(rest.get("engine", "none"))
+    for name, value in (("policy", engine.policy), ("block_size", engine.block_size)):
+        if value is not None and name not in rest and "policies" not in ctx.params:
+            rest[name] = value
+    config = ReplayConfig.from_dict({**rest, "knobs": knobs})
+    if config_file is not None and not anyway:
+        _refuse_other_inputs(ctx, config_file, config, trace_options)
+    return config, trace_options
+
+
+def _refuse_other_inputs(ctx: typer.Context, path: Path, config: ReplayConfig, options: ReadingOptions) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        trace = ctx.params.get("trace") or options.trace
+        settings = {**config.as_dict(), "trace": None if trace is None else str(Path(trace).resolve())}
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], SimulationError)
 
 
 def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, str]:
@@ -192,7 +236,8 @@ def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, 
         names = ctx.params["policies"].split(",") if ctx.params["policies"] else BUILT_IN
         has = {knob for name in names for knob in knobs_of(policy_class(name.strip()))}
     elif "policy" in ctx.params:
-        name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", ctx.params["policy"])
+        default = load_engine(ctx.params.get("engine", "none")).policy or ctx.params["policy"]
+        name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", default)
         has = set(knobs_of(policy_class(str(name))))
     refuse_flags(knobs, has, (option for each in ctx.command.params for option in each.opts), SimulationError)
     return knobs
@@ -208,7 +253,7 @@ def refuse_choices(ctx: typer.Context) -> None:
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
     known = {entry.name for entry in fields(ReplayConfig)} | {entry.name for entry in fields(ReadingOptions)}
-    known |= {"chunk_size", "asynchronous", "plain", *cluster_options.FLAGS}
+    known |= {"chunk_size", "asynchronous", "plain", "term", *cluster_options.FLAGS}
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()
