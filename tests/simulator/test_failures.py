@@ -186,6 +186,13 @@ def test_a_replica_that_comes_back_counts_among_the_most_that_a_pool_may_have():
     assert [life[:3] for life in lives(gone_for_good)] == [(0, 0, 0), (1, 0, 0), (2, 5, 12)]
 
 
+def test_replicas_stand_by_number_whoever_died_and_came_back():
+    """Round robin finds the next number by searching; 0 and 2 return in the other order, 3 was never gone."""
+    trace = trace_of([(0, 4, 2)] * 4 + [(50 + 10 * i, 4, 2) for i in range(8)])
+    result = run(trace, replicas=4, router="round_robin", failures=("2@10+20", "0@12+8"))
+    assert by_request(result, "replica").tolist() == [0, 1, 2, 3] * 3
+
+
 def test_a_drained_replica_is_there_until_its_last_batch_is_over():
     """Planning ahead, it computes a token beyond an end that only the answer knew: 5 tokens by 5 s, a sixth until 6."""
     trace = trace_of([(0, 4, 50), (0, 4, 5)])
