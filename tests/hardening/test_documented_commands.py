@@ -74,6 +74,7 @@ ELSEWHERE = {
     r"executor replay .*--(pp|tp)": ("tests/executor/test_distributed.py", '"--pp", "2"'),
     r"--engine ray": ("tests/experiments/test_sweep.py", "ray"),
     r"executor\.kernel_build": ("tests/executor/test_triton_kernels.py", '"executor.checks.kernel_build", "90"'),
+    r"experiments board": ("tests/experiments/test_board.py", "made = engine_entries(every=30)"),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
     r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
     r"profiler refine": ("tests/profiler/test_fit.py", '["refine", '),
