@@ -41,7 +41,11 @@ class SloAware(Policy):
     ttft_s: float = knob(2.0, "TTFT target where `classes` names none, seconds", least=0)
     tbt_s: float = knob(0.2, "TBT target where `classes` names none, seconds", least=0)
     relegate: bool = knob(True, "serve requests that are late already only with what the others leave")
-    window: int = knob(16, "waiting requests compared per priority and SLO class with targets of its own, earliest deadlines first", least=1)
+    window: int = knob(
+        16,
+        "waiting requests compared per priority and SLO class with targets of its own, earliest deadlines first",
+        least=1,
+    )
 
     repeats: ClassVar[bool] = True
     keeps_running: ClassVar[bool] = True

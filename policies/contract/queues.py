@@ -240,7 +240,7 @@ def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
         return
-    # Nearly all stand in order of arrival, and of rows where they came at one moment: looked up, not compared one by one.
+    # Nearly all stand in order of arrival, at one moment of rows: looked up, not compared one by one.
     # Whoever was put in front, or came late from another replica, is not found that way and is looked for below.
     request = track.request
     at = bisect_left(queue, (request.arrival_ns, request.id), key=_by_arrival)

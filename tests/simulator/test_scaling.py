@@ -109,6 +109,13 @@ def test_clients_give_up_in_another_order_than_they_came(policy: str) -> None:
     assert growth(make) < MOST
 
 
+def test_every_request_of_a_class_of_its_own() -> None:
+    def make(n: int) -> tuple[Trace, dict[str, Any]]:
+        return replace(burst(n), slo=[f"tenant {i}" for i in range(n)]), {"policy": "slo_aware"}
+
+    assert growth(make) < MOST
+
+
 @pytest.mark.parametrize("policy", ["chunked", "vllm_v1"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_memory_that_holds_few(policy: str, preemption: str) -> None:
