@@ -98,13 +98,42 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     sys.exit(_flushed(code))
 
 
-def refuse_flags(knobs: Iterable[str], has: Container[str], flags: Iterable[str], refusal: type[Exception]) -> None:
-    """Raise `refusal` for what was given as a knob, is none of those that the policy has, and is near a flag."""
-    known = list(flags)
+def refuse_flags(context: Any, knobs: Iterable[str], has: Container[str], refusal: type[Exception]) -> None:
+    """Raise `refusal` for what was given as a knob and is none of the policy's, but a flag or near one.
+
+    context: click's, of the command that was called. A flag of a command beside it is named with that command.
+    """
+    own = _flags(context.command)
+    beside = {name: _flags(command) for name, command in getattr(context.parent, "command", context).commands.items()}
     for knob in knobs:
-        meant = None if knob in has else flag_meant(knob, known)
-        if meant:
-            raise refusal(f"found no flag --{knob.replace('_', '-')}; did you mean {meant}?")
+        if knob in has:
+            continue
+        flag = "--" + knob.replace("_", "-")
+        takers = [name for name, flags in beside.items() if flag in flags and name != context.info_name]
+        if takers and flag not in own:
+            raise refusal(
+                f"{flag}: {context.info_name} does not take it; {_and(takers)} {'do' if takers[1:] else 'does'}"
+            )
+        if meant := flag_meant(knob, own):
+            raise refusal(f"found no flag {flag}; did you mean {meant}?")
+
+
+def refuse_unknown_flags(context: Any, settable: Container[str], refusal: type[Exception]) -> None:
+    """Raise `refusal` for any flag that a command does not know; one that `--set` offers (`settable`) is told so."""
+    for name, value in knob_flags(context.args).items():
+        flag = "--" + name.replace("_", "-")
+        if name in settable:
+            raise refusal(f"{flag}: {context.info_name} takes it as --set {name}={value}")
+        meant = flag_meant(name, _flags(context.command))
+        raise refusal(f"found no flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists them"))
+
+
+def _flags(command: Any) -> list[str]:
+    return [option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[:2] == "--"]
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def flag_meant(name: str, flags: Iterable[str]) -> str | None:

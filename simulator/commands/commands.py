@@ -27,7 +27,7 @@ from simulator.commands.printing import (
     wide_console,
     write_html,
 )
-from simulator.config import ReplayConfig
+from simulator.config import ReplayConfig, TraceOptions
 from simulator.errors import SimulationError
 
 if TYPE_CHECKING:
@@ -49,11 +49,10 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
-@o.replay_flags
+@o.one_policy_flags
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
-    policy: o.Policy = "chunked",
     runs: o.Runs = 0,
     out: o.Out = None,
     figures: o.Figures = False,
@@ -201,7 +200,7 @@ def _timeline_window(text: str | None, follow: int | None) -> Any:
 
 
 def _compare_draws(
-    path: Path | None, settings: dict[str, ReplayConfig], reading: o.TraceOptions, seeds: int, as_json: bool
+    path: Path | None, settings: dict[str, ReplayConfig], reading: TraceOptions, seeds: int, as_json: bool
 ) -> None:
     from simulator.studies.compare_draws import compare_over_draws, comparison_rows
     from workloads.generating.resample import resample
@@ -242,7 +241,7 @@ def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig
 def _replay_all(
     path: Path | None,
     settings: list[ReplayConfig],
-    reading: o.TraceOptions,
+    reading: TraceOptions,
     out: Path | None,
     *,
     quiet: bool,
@@ -283,5 +282,5 @@ def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> N
         print(f"note: {note}", file=sys.stderr)
 
 
-def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any]:
+def _reading_fields(path: Path | None, reading: TraceOptions) -> dict[str, Any]:
     return {**asdict(reading), "trace": str(path.resolve()) if path is not None else reading.trace}

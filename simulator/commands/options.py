@@ -7,93 +7,36 @@ knobs of the policy; one that the policy does not have is an error that names th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from inspect import Parameter, Signature, signature
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from policies.edges.command_line import knob_flags, refuse_flags
+from policies.edges.declared_settings import Flags, flags_of, settings_of, values_of_flags, with_flags
 from policies.edges.input_file import read_json, read_toml
-from policies.edges.settings import check_settings
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import BUILT_IN, knobs_of, policy_class
-from simulator.commands import cluster_options, memory_options
-from simulator.config import ReplayConfig
+from simulator.config import OUTPUT, POLICY, TRACE, ReplayConfig, TraceOptions
 from simulator.errors import SimulationError
 
 if TYPE_CHECKING:
     from workloads import Trace
-
-POLICY, ENGINE, MEMORY, PIPELINE, TRACE, OUTPUT = "Policy", "Engine", "KV memory", "Pipeline", "Trace", "Output"
 
 
 def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
     return typer.Option(flag, help=text, rich_help_panel=panel, **more)
 
 
-Policy = Annotated[
-    str, _option("--policy", "Name of a policy, or path/to/file.py:ClassName; its knobs are flags too.", POLICY)
-]
 Policies = Annotated[
     str | None, _option("--policies", "Policies to compare, separated by commas; all built-in ones by default.", POLICY)
 ]
 ChunkSize = Annotated[
     int | None, _option("--chunk-size", "Most tokens of a batch, its decodes counted (the policy's knob).", POLICY)
 ]
-TokenBudget = Annotated[
-    int | None, _option("--token-budget", "Most tokens of a batch, prefill and decode together.", POLICY)
-]
-MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", "Most requests admitted at once.", POLICY)]
 Async = Annotated[
     bool | None, _option("--async/--sync", "Plan one step ahead of the running one (where the policy can).", POLICY)
-]
-Model = Annotated[str, _option("--model", "Model name, Hugging Face folder, config.json or TOML file.", ENGINE)]
-Gpu = Annotated[str, _option("--gpu", "GPU name, or a TOML file that describes one.", ENGINE)]
-CostModel = Annotated[
-    str, _option("--cost-model", "auto (a fitted one if it ships for this GPU), roofline, or a model file.", ENGINE)
-]
-DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the model's own.", ENGINE)]
-KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]
-TP = Annotated[int, _option("--tp", "Tensor-parallel devices per stage.", ENGINE)]
-MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", ENGINE)
-]
-BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", MEMORY)]
-NumBlocks = Annotated[int | None, _option("--num-blocks", "Usable KV blocks; by default what the GPU holds.", MEMORY)]
-Utilization = Annotated[
-    float | None,
-    _option("--gpu-memory-utilization", "Share of the GPU's memory used; the policy's own rule by default.", MEMORY),
-]
-Watermark = Annotated[
-    float | None, _option("--watermark", "Share of the KV blocks that admission leaves free.", MEMORY)
-]
-PP = Annotated[int, _option("--pp", "Pipeline stages.", PIPELINE)]
-LayerSplit = Annotated[str | None, _option("--layer-split", "Layers of each stage, as 16,16.", PIPELINE)]
-PPOverlap = Annotated[
-    bool, _option("--pp-overlap/--no-pp-overlap", "A stage computes while its last output is being sent.", PIPELINE)
-]
-ChaseChunks = Annotated[
-    bool, _option("--chase-chunks", "A prompt's next chunk may follow its last one through the stages.", PIPELINE)
-]
-RateScale = Annotated[float, _option("--rate-scale", "Arrivals this many times as fast.", TRACE)]
-Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", TRACE)]
-Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", TRACE)]
-TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", TRACE)]
-ArrivalProcess = Annotated[
-    str | None, _option("--arrivals", "Arrival process in place of the trace's times, as poisson:5.5.", TRACE)
-]
-OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", TRACE)]
-SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
-Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE, min=0)]
-Warmup = Annotated[
-    str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
-]
-Slo = Annotated[
-    str | None,
-    _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds); by SLO class: chat:ttft_p99=1;...", OUTPUT),
 ]
 Out = Annotated[Path | None, _option("--out", "Folder for the run (or runs, one folder each).", OUTPUT)]
 Figures = Annotated[bool, _option("--figures", "Draw the figures into OUT/figures.", OUTPUT)]
@@ -124,81 +67,21 @@ Seeds = Annotated[
 Preset = Annotated[
     str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
 ]
-NoLeaps = Annotated[bool, _option("--plain", "Step through equal iterations one by one (the reference path).", ENGINE)]
-
-OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]
-Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.", TRACE)]
-Window = Annotated[str | None, _option("--window", "Only arrivals from START:END seconds.", TRACE)]
-
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
 
-SHARED: dict[str, tuple[Any, Any]] = {
-    "chunk_size": (ChunkSize, None),
-    "token_budget": (TokenBudget, None),
-    "max_num_seqs": (MaxNumSeqs, None),
-    "asynchronous": (Async, None),
-    "model": (Model, "llama-3.1-8b"),
-    "gpu": (Gpu, "h100"),
-    "cost_model": (CostModel, "auto"),
-    "dtype": (DType, "auto"),
-    "kv_dtype": (KVDType, "auto"),
-    "tp": (TP, 1),
-    "max_model_len": (MaxModelLen, None),
-    "plain": (NoLeaps, False),
-    "block_size": (BlockSize, 16),
-    "num_blocks": (NumBlocks, None),
-    "gpu_memory_utilization": (Utilization, None),
-    "watermark": (Watermark, None),
-    **memory_options.FLAGS,
-    "pp": (PP, 1),
-    "layer_split": (LayerSplit, None),
-    "pp_overlap": (PPOverlap, True),
-    "chase_chunks": (ChaseChunks, False),
-    **cluster_options.FLAGS,
-    "rate_scale": (RateScale, 1.0),
-    "limit": (Limit, None),
-    "window": (Window, None),
-    "timeout": (Timeout, None),
-    "trace_format": (TraceFormat, "auto"),
-    "arrivals": (ArrivalProcess, None),
-    "sessions": (Sessions, "open"),
-    "on_bad_row": (OnBadRow, "fail"),
-    "on_unsorted": (OnUnsorted, "fail"),
-    "spread_ties": (SpreadTies, False),
-    "seed": (Seed, 0),
-    "warmup": (Warmup, None),
-    "slo": (Slo, None),
-}
-"""Flags of every command that replays a trace: name -> (annotation, default). A new one is added here alone."""
+CHOICES: Flags = {"chunk_size": (ChunkSize, None), "asynchronous": (Async, None)}
+"""Flags for knobs that so many policies have that every command shows them."""
 
+_POLICY = flags_of(ReplayConfig, typer.Option, only=("policy",))
+_REST = {**flags_of(ReplayConfig, typer.Option), **flags_of(TraceOptions, typer.Option)}
 
-def replay_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, written as f(ctx, its own flags, **shared), the flags of SHARED in its signature."""
-    own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
-    hints = get_type_hints(command, include_extras=True)
-    shared = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in SHARED.items()
-    ]
-    own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
-    command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
-    return command
+replay_flags = with_flags({**CHOICES, **{name: flag for name, flag in _REST.items() if name not in _POLICY}})
+"""Gives a command, written as f(ctx, its own flags, **shared), the flags of a replay in its signature, --policy apart.
 
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """How the trace is read; kept in config.json beside the replay's own fields."""
-
-    trace: str | None = None
-    trace_format: str = "auto"
-    arrivals: str | None = None
-    on_bad_row: str = "fail"
-    on_unsorted: str = "fail"
-    sessions: str = "open"
-    spread_ties: bool = False
-    timeout: float | None = None
-    window: str | None = None
+They are the declared settings of `ReplayConfig` and `TraceOptions`: a new one is declared there alone.
+"""
+one_policy_flags = with_flags({**_POLICY, **CHOICES, **_REST})
+"""The same with --policy, for a command that replays under one policy."""
 
 
 def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, TraceOptions]:
@@ -210,14 +93,9 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", None)) is not None:
         knobs["chunk_size"] = chunk_size
-    if flags.pop("plain", False):
-        flags["leaps"] = False
-    if isinstance(split := flags.get("layer_split"), str):
-        flags["layer_split"] = _split(split)
-    values = {**from_file, **cluster_options.as_config(flags)}
-    reading = {entry.name for entry in fields(TraceOptions)}
+    values = {**from_file, **values_of_flags(ReplayConfig, flags), **values_of_flags(TraceOptions, flags)}
+    reading = settings_of(TraceOptions)
     trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
-    check_settings(trace_options, SimulationError)
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
 
@@ -234,7 +112,7 @@ def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, 
     elif "policy" in ctx.params:
         name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", ctx.params["policy"])
         has = set(knobs_of(policy_class(str(name))))
-    refuse_flags(knobs, has, (option for each in ctx.command.params for option in each.opts), SimulationError)
+    refuse_flags(ctx, knobs, has, SimulationError)
     return knobs
 
 
@@ -247,8 +125,7 @@ def refuse_choices(ctx: typer.Context) -> None:
 
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
-    known = {entry.name for entry in fields(ReplayConfig)} | {entry.name for entry in fields(TraceOptions)}
-    known |= {"chunk_size", "asynchronous", "plain", *cluster_options.FLAGS}
+    known = {*settings_of(ReplayConfig), *settings_of(TraceOptions), *CHOICES}
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()
@@ -308,13 +185,6 @@ def _window(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         raise SimulationError(f"--window: found {text!r}, expected START:END in seconds") from None
     return start, end
-
-
-def _split(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise SimulationError(f"--layer-split: found {text!r}, expected whole numbers as 16,16") from None
 
 
 def _given(ctx: typer.Context, name: str) -> bool:
