@@ -11,15 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from executor.config import LiveConfig  # noqa: E402
-from executor.config import TraceOptions as LiveTraceOptions  # noqa: E402
 from policies.edges.declared_settings import Setting, settings_of  # noqa: E402
-from simulator.config import ReplayConfig, TraceOptions  # noqa: E402
+from simulator.config import ReplayConfig  # noqa: E402
+from workloads.reading_options import ReadingOptions  # noqa: E402
 
 HEAD = """# Settings
 
-Every setting of a run is declared once, in `simulator/config.py` and `executor/config.py`. It is a flag, a key of a
-settings file (`--config run.toml`) and a field of the Python call under the same name, and `config.json` of a run holds
-its value. This page is written from the declarations by `python docs/settings.py`.
+Every setting of a run is declared once, in `simulator/config.py`, `executor/config.py` and
+`workloads/reading_options.py`. It is a flag, a key of a settings file (`--config run.toml`) and a field of the Python
+call under the same name, and `config.json` of a run holds its value. This page is written from the declarations by
+`python docs/settings.py`.
 """
 
 
@@ -40,8 +41,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for title, command, classes in (
-        ("Simulated runs", "python -m simulator replay", (ReplayConfig, TraceOptions)),
-        ("Live runs", "python -m executor replay", (LiveConfig, LiveTraceOptions)),
+        ("Simulated runs", "python -m simulator replay", (ReplayConfig, ReadingOptions)),
+        ("Live runs", "python -m executor replay", (LiveConfig, ReadingOptions)),
     ):
         parts.append(f"## {title}: `{command}`\n")
         groups: dict[str, list[str]] = {}

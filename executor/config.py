@@ -69,7 +69,7 @@ class LiveConfig:
         flag="--trim-last-layer/--whole-last-layer",
     )
     max_model_len: int | None = setting(
-        None, "Longest prompt + output; the trace's own longest by default.", group=ENGINE, least=1
+        None, "Longest prompt + output; by default the trace's, if the model allows.", group=ENGINE, least=1
     )
 
     block_size: int = setting(16, "Tokens per KV block.", group=MEMORY, least=1)
@@ -142,14 +142,3 @@ class LiveConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> LiveConfig:
         """A config from plain data; an unknown key is an error that names the known ones."""
         return from_plain(cls, values, ExecutorError)
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """How the trace is read; kept in config.json beside the run's own fields."""
-
-    trace: str | None = setting(None, "Trace file, where no argument names it.", flag="")
-    trace_format: str = setting("auto", "Force a trace format; auto decides by content.", group=TRACE)
-    arrivals: str | None = setting(None, "Arrival process in place of the file's times.", group=TRACE)
-    on_bad_row: str = setting("fail", "fail at a bad row, or skip it and say so.", group=TRACE)
-    timeout: float | None = setting(None, "Seconds after which a client gives up.", group=TRACE)

@@ -67,7 +67,7 @@ class ReplayConfig:
     kv_dtype: str = setting("auto", "Keys and values; auto is that of the weights.", group=ENGINE)
     tp: int = setting(1, "Tensor-parallel devices per stage.", group=ENGINE, least=1)
     max_model_len: int | None = setting(
-        None, "Longest prompt + output; the trace's own longest by default.", group=ENGINE, least=1
+        None, "Longest prompt + output; by default the trace's, if the model allows.", group=ENGINE, least=1
     )
     leaps: bool = setting(
         True,
@@ -76,6 +76,9 @@ class ReplayConfig:
         flag="--plain",
         typed=bool,
         parse=lambda plain: not plain,
+    )
+    reference: bool = setting(
+        False, "Run the readable reference simulator: slow, and the same in every nanosecond.", group=ENGINE
     )
 
     block_size: int = setting(16, "Tokens per KV block.", group=MEMORY, least=1)
@@ -246,21 +249,3 @@ class ReplayConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> ReplayConfig:
         """A config from plain data (TOML, config.json); an unknown key is an error that names the known ones."""
         return from_plain(cls, values, SimulationError)
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """How the trace is read; kept in config.json beside the replay's own fields."""
-
-    trace: str | None = setting(None, "Trace file, where no argument names it.", flag="")
-    trace_format: str = setting("auto", "Force a trace format; auto decides by content.", group=TRACE)
-    arrivals: str | None = setting(None, "Arrival process in place of the trace's times, as poisson:5.5.", group=TRACE)
-    on_bad_row: str = setting("fail", "fail at a bad row, or skip it and say so.", group=TRACE)
-    on_unsorted: str = setting("fail", "fail where arrivals go back in time, or sort them.", group=TRACE)
-    sessions: str = setting("open", "open: turns arrive as logged; closed: after the last answer.", group=TRACE)
-    spread_ties: bool = setting(False, "Spread requests with equal times (seeded).", group=TRACE)
-    timeout: float | None = setting(None, "Seconds after which a client gives up.", group=TRACE)
-    window: str | None = setting(None, "Only arrivals from START:END seconds.", group=TRACE)
-
-    def __post_init__(self) -> None:
-        check_declared(self, SimulationError)

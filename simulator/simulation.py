@@ -14,12 +14,13 @@ from simulator.clock.arrivals import Arrivals
 from simulator.clock.virtual_time import VirtualTime
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.in_turn import are_independent, only_arrivals_join, run_in_turn
-from simulator.cluster.pools import ClusterPlan, make_cluster_plan
+from simulator.cluster.pools import ClusterPlan, looks_for_prefixes, make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.replica_kind import Engine, make_engine
-from simulator.settings_without_effect import settings_without_effect
+from simulator.settings_without_effect import notes_of_run
 from workloads import Trace
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -70,9 +71,23 @@ def replay(
     if not len(trace):
         raise SimulationError(f"{trace.name}: found no requests, expected at least one")
     cluster_plan = plan or make_cluster_plan(config, trace, cost)
+    if config.reference:
+        return _replay_plainly(trace, cluster_plan)
     recorder = Recorder()
     cluster = simulate(trace, cluster_plan, recorder, progress)
-    return _finish(trace, cluster_plan, cluster, recorder)
+    return _finish(trace, cluster_plan, cluster.facts(), recorder.tables())
+
+
+def _replay_plainly(trace: Trace, plan: ClusterPlan) -> Run:
+    """The same run by the reference simulator, which shares nothing with `simulate` but what it is asked for."""
+    from simulator import reference
+
+    reference.refuse(plan)
+    cluster = reference.Cluster(trace, plan)
+    cluster.run()
+    if cluster.ended != len(trace):
+        raise SimulationError(f"{len(trace) - cluster.ended} requests never ended: the policy left them waiting")
+    return _finish(trace, plan, cluster.facts(plan), cluster.recording.tables())
 
 
 def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None) -> Cluster:
@@ -81,6 +96,9 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
     plan: pools of replicas, or the engine that all replicas of its config share.
     """
     env = VirtualTime()
+    plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan)
+    if looks_for_prefixes(plan):
+        trace = with_prefix_hashes(trace, plan.config.block_size)
     total = len(trace)
     every = max(1, total // 200)
 
@@ -89,9 +107,7 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
-    cluster = Cluster(
-        env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
-    )
+    cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
     arrivals = Arrivals(env, trace, cluster.give_up)
     if progress is None:
         cluster.on_end = arrivals.ended
@@ -140,13 +156,12 @@ def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig
     return replace(config, **fields)
 
 
-def _finish(trace: Trace, plan: ClusterPlan, cluster: Cluster, recorder: Recorder) -> Run:
+def _finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunTables) -> Run:
     from metrics import summarise
     from metrics.measures.slo import parse_objectives
     from simulator.provenance import run_config
 
-    tables = recorder.tables()
-    tables.config = run_config(trace, plan, cluster.facts())
+    tables.config = run_config(trace, plan, facts)
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
-    return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])
+    return Run(tables, tables.config, summary, notes_of_run(config, trace))

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from executor.config import OUTPUT, POLICY, LiveConfig, TraceOptions
+from executor.config import OUTPUT, POLICY, LiveConfig
 from policies.edges.declared_settings import Flags, flags_of
+from workloads.reading_options import ReadingOptions
 
 ENGINE_FLAGS = (
     "model",
@@ -51,4 +52,4 @@ def live_flags(only: Collection[str] | None = None) -> Flags:
 
 def replay_flags() -> Flags:
     """Flags of a command that serves a trace."""
-    return {"chunk_size": (ChunkSize, None), **live_flags(), **flags_of(TraceOptions, typer.Option)}
+    return {"chunk_size": (ChunkSize, None), **live_flags(), **flags_of(ReadingOptions, typer.Option)}

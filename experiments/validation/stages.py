@@ -51,8 +51,7 @@ class Validation:
         self._given_profile = profile
         self._began = time.monotonic()
         self.trace = slice_of(settings)
-        longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
-        self.live_side = LiveSide(settings.engine, longest)
+        self.live_side = LiveSide(settings.engine, self.trace.longest)
         if profile is not None and settings.engine.is_sharded:
             raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
         claim_folder(self.out, settings, profile)
@@ -155,7 +154,7 @@ class Validation:
             profile = read_profile(self._given_profile)
         else:
             self.say(f"profile: {plan.budget_s:.0f} s of measuring, {len(plan.points)} batches planned")
-            profile = self.live_side.measure(plan, self.out / "profile.parquet", self._progress())
+            profile = self.live_side.measure(plan, self.out / "profile.parquet", self._progress(), self.say)
         fit = fit_iterations(profile, seed=self.settings.engine.seed)
         if fit.model != self.live_side.loaded.spec.name:
             raise ExperimentError(

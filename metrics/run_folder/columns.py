@@ -22,6 +22,12 @@ RUN_MARKER = "charioteer_run"
 
 RUN_VERSION = 1
 
+FIGURES = (
+    "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
+    "request_bubble_cdf", "frontier",
+)  # fmt: skip
+"""What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
+
 STATUSES = ("finished", "rejected", "failed", "aborted")
 """How a request can end. There is no fifth way: no request is ever lost."""
 

@@ -1,13 +1,14 @@
 """A run folder on disk: written whole or not at all, read back with errors that name the file.
 
 Everything is written into a sibling folder first and renamed into place, so a reader never sees half a run. Only a
-folder with our own marker in its config.json is ever replaced.
+folder with our own marker in its config.json is ever replaced, and only if nothing lies in it that a run did not write.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import shutil
 import tempfile
@@ -16,11 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.run_folder.columns import RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_folder.columns import FIGURES, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
 from metrics.run_folder.config_check import AS_WRITTEN, check_config, digests
 from policies.edges.compiling import how_built
-from policies.edges.input_file import read_json
-from policies.edges.output_file import check_place, clear_leftovers, scratch_prefix
+from policies.edges.input_file import read_json, shown_path
+from policies.edges.output_file import (
+    check_place,
+    clear_leftovers,
+    followed,
+    is_scratch,
+    new_mode,
+    put_folder,
+    scratch_prefix,
+)
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -33,29 +42,29 @@ def write_run(
 ) -> Path:
     """Write a run folder: config.json, the five tables and, if given, summary.json. Returns its path.
 
-    Raises MetricsError if something that is not a run folder is in the way, or if the disk refuses.
+    A link is followed. Raises MetricsError if something that no run wrote is in the way, or if the disk refuses.
     """
-    target = Path(path)
-    check_run_place(target)
+    check_run_place(path)
+    target = followed(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=scratch_prefix(target.name), suffix=".part", dir=target.parent))
     except OSError as error:
         raise MetricsError(f"{target}: cannot write a run folder there: {error.strerror}") from error
     try:
-        scratch.chmod(0o755)
+        scratch.chmod(new_mode(0o777))
         facts = json_ready(config)
         _write_json(scratch / "config.json", {RUN_MARKER: RUN_VERSION, **facts, AS_WRITTEN: digests(facts)})
         for name in TABLES:
             _write_table(scratch / f"{name}.parquet", run, name)
         if summary is not None:
             _write_json(scratch / "summary.json", summary)
-        _rename_into_place(scratch, target)
+        put_folder(scratch, target, _refuse_to_replace)
     except OSError as error:
-        raise MetricsError(f"{target}: cannot write the run folder: {error.strerror}") from error
+        raise MetricsError(f"{path}: cannot write the run folder: {error.strerror}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    return Path(path)
 
 
 def read_run(path: str | Path) -> RunTables:
@@ -158,30 +167,71 @@ def _check_table(file: Path, name: str) -> None:
 
 def check_run_place(path: str | Path) -> None:
     """Raises MetricsError where a run could not be written, so that it shows before the run and not after it."""
-    target = Path(path)
-    check_place(target, MetricsError)
+    check_place(path, MetricsError)
+    target = followed(path)
     clear_leftovers(target.parent)
-    if not target.exists() and not target.is_symlink():
+    while (there := identity(target)) is not None:
+        try:
+            _check_what_is_there(path, target)
+        except (MetricsError, OSError):
+            if identity(target) == there:
+                raise
+            continue  # another run was put there while we looked
         return
-    if not target.is_dir():
-        raise MetricsError(f"{target}: found a file, expected a run folder or nothing; choose another place")
-    if any(target.iterdir()) and not is_run_folder(target):
-        raise MetricsError(f"{target}: found a folder that is not a run folder; choose another place or remove it")
 
 
-def _rename_into_place(scratch: Path, target: Path) -> None:
-    if not target.exists():
-        scratch.rename(target)
-        return
-    retired = Path(tempfile.mkdtemp(prefix=scratch_prefix(target.name), suffix=".old", dir=target.parent))
-    target.rename(retired / target.name)
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Which file or folder lies at a path, None if none: another one there has another identity."""
     try:
-        scratch.rename(target)
+        status = path.lstat()
     except OSError:
-        (retired / target.name).rename(target)
-        raise
-    finally:
-        shutil.rmtree(retired, ignore_errors=True)
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def _check_what_is_there(path: str | Path, target: Path) -> None:
+    if not target.is_dir():
+        raise MetricsError(f"{shown_path(path)}: found a file, expected a run folder or nothing; choose another place")
+    if target in (here := Path.cwd(), *here.parents):
+        raise MetricsError(
+            f"{shown_path(path)}: found the current folder or one around it, expected a folder for this run alone; "
+            f"name one in it, such as {Path(path) / 'run'}"
+        )
+    _refuse_to_replace(target, target)
+
+
+def _refuse_to_replace(folder: Path, target: Path) -> None:
+    """Raises MetricsError where not everything in a folder was written by a run. target: what messages call it."""
+    if not any(folder.iterdir()):
+        return
+    if not is_run_folder(folder):
+        raise MetricsError(f"{target}: found a folder that is not a run folder; choose another place or remove it")
+    if foreign := _not_of_a_run(folder):
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise MetricsError(
+            f"{target}: found {', '.join(foreign[:3])}{more} beside the run there, expected nothing but files of a "
+            "run, which would be replaced; choose another place, or move what you want to keep"
+        )
+
+
+def _not_of_a_run(folder: Path) -> list[str]:
+    """What lies in a run folder and was written by none of our commands, relative to it, sorted."""
+    ours = {"config.json", "summary.json", "timeline.json", *(f"{name}.parquet" for name in TABLES)}
+    found: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name == "figures" and entry.is_dir(follow_symlinks=False):
+                with os.scandir(entry.path) as drawn:
+                    found += [f"figures/{inner.name}" for inner in drawn if not _is_figure(inner)]
+            elif not (entry.name in ours or is_scratch(entry.name)) or not entry.is_file(follow_symlinks=False):
+                found.append(entry.name)
+    return sorted(found)
+
+
+def _is_figure(entry: os.DirEntry[str]) -> bool:
+    stem, _, suffix = entry.name.rpartition(".")
+    ours = (stem in FIGURES and suffix in ("pdf", "png")) or is_scratch(entry.name)
+    return ours and entry.is_file(follow_symlinks=False)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

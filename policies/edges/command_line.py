@@ -249,3 +249,11 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def tell_notes(notes: Iterable[str]) -> list[str]:
+    """Says each note once, on stderr, and returns what it said, for the `notes` of a command's JSON."""
+    said = list(dict.fromkeys(notes))
+    for note in said:
+        print(f"note: {note}", file=sys.stderr)
+    return said

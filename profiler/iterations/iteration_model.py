@@ -20,12 +20,11 @@ from policies.work.request import Ns
 from profiler.errors import ProfileError
 from profiler.iterations.aftermath import extra_ns
 from profiler.iterations.flicker import Later, deviation
+from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns, attended_pairs
 
 Column = NDArray[np.int64]
 Array = NDArray[np.float64]
-
-MAX_ROWS = 1 << 20
 
 CONTEXT_LEVELS = (4096, 16384, 65536)
 """Contexts of all decodes, in tokens, beyond which each further one may cost more: they no longer fit a cache."""
@@ -134,19 +133,14 @@ class IterationModel:
         self._host_before = tuple(price * factor for price in fit.host_before)
         self._host_after = tuple(price * factor for price in fit.host_after)
         self._factor = factor
-        self._rows_column: Column = np.zeros(0, np.int64)
-        self._rows_ns: list[int] = []
-        self._grow(2048)
+        self._rows = RowTable(self._row_terms, 2048)
+        self._rows_ns: list[int] = self._rows.ns
 
-    def _grow(self, rows: int) -> None:
-        if not 0 <= rows <= MAX_ROWS:
-            raise ProfileError(f"batch of {rows} rows: expected 0 to {MAX_ROWS}")
-        basis = row_basis(np.arange(max(rows + 1, 2 * len(self._rows_ns)), dtype=np.int64))
-        total = np.zeros(len(basis))
-        for column, price in zip(basis.T, self._row_prices):
+    def _row_terms(self, rows: Column) -> dict[str, Column]:
+        total = np.zeros(len(rows))
+        for column, price in zip(row_basis(rows).T, self._row_prices):
             total += column * price
-        self._rows_column = (total + 0.5).astype(np.int64)
-        self._rows_ns = self._rows_column.tolist()
+        return {"rows": (total + 0.5).astype(np.int64)}
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
 
@@ -185,9 +179,7 @@ class IterationModel:
             rows = executed
         if not rows:
             return 0
-        if rows >= len(self._rows_ns):
-            self._grow(rows)
-        return ns + self._rows_ns[rows]
+        return ns + (self._rows_ns[rows] if rows < len(self._rows_ns) else self._rows.at(rows))
 
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
         return 0
@@ -213,9 +205,7 @@ class IterationModel:
         if not len(columns):
             return np.zeros(0, np.int64)
         rows = columns.rows
-        if int(rows.max()) >= len(self._rows_ns):
-            self._grow(int(rows.max()))
-        ns = self._rows_column[rows].copy()
+        ns = self._rows.each(rows)
         for column, price in zip(amounts(columns).T, self._prices):
             ns += _rounded(column, price)
         return np.where(rows > 0, ns, 0)
@@ -226,8 +216,7 @@ class IterationModel:
         parts = {"host_before": before}
         rows = shape.rows
         if rows:
-            self.stage_ns(shape)
-            parts["rows"] = self._rows_ns[rows]
+            parts["rows"] = self._rows.at(rows)
             row = amounts(ShapeColumns.of([shape]))[0]
             parts |= {name: int(value * price + 0.5) for name, value, price in zip(AMOUNTS, row.tolist(), self._prices)}
         parts["host_after"] = after

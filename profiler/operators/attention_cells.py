@@ -19,19 +19,28 @@ Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 
-class Axis:
-    """Knots of one coordinate and, for every whole number up to the last knot, the cell it lies in."""
+FAR = float(1 << 23)
+"""The last knot of an axis with a cell beyond its table."""
 
-    def __init__(self, knots: ArrayLike) -> None:
-        self.knots = np.unique(np.asarray(knots, float))
+
+class Axis:
+    """Knots of one coordinate and, for every whole number up to the last knot, the cell it lies in.
+
+    far: one more knot, at FAR: from the last of `knots` on everything lies in the cell before it, FAR itself and
+    whatever is larger too.
+    """
+
+    def __init__(self, knots: ArrayLike, far: bool = False) -> None:
+        self.near = np.unique(np.asarray(knots, float))
+        self.knots = np.append(self.near, FAR) if far else self.near
         self.cells = len(self.knots) - 1
-        cell = np.searchsorted(self.knots, np.arange(int(self.knots[-1]) + 1), side="right") - 1
+        cell = np.searchsorted(self.knots, np.arange(int(self.near[-1]) + 1), side="right") - 1
         self.cell = np.clip(cell, 0, self.cells - 1)
         self.last = len(self.cell) - 1
 
     def starts(self, stride: int) -> list[int]:
-        """Cell times `stride` for every whole number up to the last knot, as a list (equal entries share one int)."""
-        return _starts(tuple(self.knots.tolist()), stride)
+        """Cell times `stride` for every whole number in the table, as a list (equal entries share one int)."""
+        return _starts(tuple(self.near.tolist()), len(self.knots) > len(self.near), stride)
 
     def of(self, values: Any) -> Index:
         """The cell of each value; beyond the last knot the last cell is continued."""
@@ -39,8 +48,8 @@ class Axis:
 
 
 @cache
-def _starts(knots: tuple[float, ...], stride: int) -> list[int]:
-    axis = Axis(knots)
+def _starts(knots: tuple[float, ...], far: bool, stride: int) -> list[int]:
+    axis = Axis(knots, far)
     counts = np.bincount(axis.cell, minlength=axis.cells)
     starts: list[int] = []
     for cell, count in enumerate(counts.tolist()):

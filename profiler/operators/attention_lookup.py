@@ -16,6 +16,8 @@ Quadrilinear = tuple[
 """The coefficients of a cell, as `attention_cells.polynomials` orders them."""
 
 DECODE_LIMIT = 1024
+TOKEN_LIMIT = 16384
+"""Of a chunk in the tables; the pairs of further ones cost the same each."""
 GRAIN = 2.0**-12
 """Nanoseconds that shares of the machine are counted in."""
 PACKED = 21
@@ -36,6 +38,7 @@ class AttentionLookup:
         cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for. None: a
         chunk and decodes cost their sum.
     shares: of the machine, by a chunk's tokens, in GRAINs and PACKED; share_of(tokens) beyond them.
+    pair: ns of a query and key of a chunk beyond TOKEN_LIMIT; window: tokens that it looks back, 0 for all.
     uneven: what each token costs by which the longest sequence exceeds what the main one reaches.
     """
 
@@ -54,6 +57,8 @@ class AttentionLookup:
         shares: list[tuple[int, int]],
         share_of: Callable[[int], tuple[int, int]],
         uneven: float,
+        pair: float,
+        window: int,
     ) -> None:
         self._wide, self._decode_cells, self._lines, self._beyond = wide, decode_cells, lines, beyond
         self._chunk_starts, self._context_cells, self._chunk_cells = chunk_starts, context_cells, chunk_cells
@@ -61,6 +66,7 @@ class AttentionLookup:
         self._beside = beside
         self._visited: dict[int, Quadrilinear] = {}
         self._shares, self._share_of, self._uneven = shares, share_of, uneven
+        self._pair, self._window = pair, window
 
     def decode_ns(self, decodes: int, total: int, largest: int) -> float:
         """A batch of decodes and nothing else."""
@@ -80,6 +86,9 @@ class AttentionLookup:
         try:
             at = starts[tokens] + cells[prefix]
         except IndexError:
+            if tokens > TOKEN_LIMIT:
+                beyond = self._pair * further_pairs(tokens, TOKEN_LIMIT, prefix, self._window)
+                return self.chunk_ns(TOKEN_LIMIT, prefix) + beyond
             at = _at(starts, tokens) + _at(cells, prefix)
         one, by_prefix, by_tokens, by_both = self._chunk_cells[at]
         return one + by_tokens * tokens + (by_prefix + by_both * tokens) * prefix
@@ -111,6 +120,9 @@ class AttentionLookup:
             try:
                 at = by_tokens[tokens] + by_prefix[prefix] + by_decodes[decodes] + cells[int(mean)]
             except IndexError:
+                if tokens > TOKEN_LIMIT:
+                    further += self._pair * further_pairs(tokens, TOKEN_LIMIT, prefix, self._window)
+                    tokens = TOKEN_LIMIT
                 at = _at(by_tokens, tokens) + _at(by_prefix, prefix)
                 at += _at(by_decodes, decodes) + _at(cells, int(mean))
             try:
@@ -155,6 +167,13 @@ class AttentionLookup:
             if prefix + tokens > end:
                 end = prefix + tokens
         return main_tokens, main_prefix, (total - best >> PACKED) * GRAIN, end
+
+
+def further_pairs(tokens: int, after: int, prefix: int, window: int) -> int:
+    """Query-key pairs of a chunk beyond those of its first `after` tokens; window: keys a query sees at most, or 0."""
+    more, before = tokens - after, prefix + after
+    growing = max(0, min(more, window - before)) if window else more
+    return growing * before + growing * (growing + 1) // 2 + (more - growing) * window
 
 
 def _at(starts: list[int], coordinate: int) -> int:

@@ -8,20 +8,29 @@ same cells, same operations in the same order, so both give equal numbers. Times
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from profiler.operators.attention_cells import Axis, evaluated, polynomials
-from profiler.operators.attention_lookup import DECODE_LIMIT, GRAIN, PACKED, PACKED_TOKENS, AttentionLookup
+from profiler.operators.attention_lookup import (
+    DECODE_LIMIT,
+    GRAIN,
+    PACKED,
+    PACKED_TOKENS,
+    TOKEN_LIMIT,
+    AttentionLookup,
+    further_pairs,
+)
 from profiler.operators.laws.prefill_law import PrefillLaw
 from profiler.operators.laws.smooth_batch_law import CONTEXT_STEP, BatchLaw
+from profiler.operators.physical_floor import AttentionFloor
 
 Array = NDArray[np.float64]
 Column = NDArray[np.int64]
 
-TOKEN_LIMIT = 16384
 CONTEXT_LIMIT = 131072
 MOST_SHARE = 2.0**62.9
 """Packed shares that an int64 holds."""
@@ -62,34 +71,36 @@ class AttentionTables:
     def __init__(
         self,
         source: AttentionSource,
+        floor: AttentionFloor,
         *,
-        window: int | None = None,
         fused: bool = True,
         uneven: bool = True,
         typical: bool = True,
         padded: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
     ) -> None:
-        """window: tokens that attention looks back. fused False: a chunk and decodes cost their sum (an ablation).
+        """floor: what no attention on the device beats, with the sliding window. fused False: a chunk and decodes cost
+        their sum (an ablation).
 
         uneven False: contexts are taken as equal (an ablation). typical False: contexts lie just above a step, as
         profiles measure them (an ablation). padded: batch sizes as a CUDA graph was captured for,
         which is when a kernel decides whether to split contexts.
         """
-        self._recipe = {"window": window, "fused": fused, "uneven": uneven, "typical": typical, "padded": padded}
+        self._recipe = partial(AttentionTables, floor=floor, fused=fused, uneven=uneven, typical=typical, padded=padded)
         self.source = source
-        self.window = window or 0
         self.fused = fused
-        self.contexts = Axis([*_CONTEXTS, *source.knots("context")])
-        self.alone = Axis([*self.contexts.knots, *source.knots("context", MOST_ALONE)])
+        self.floor, self.window = floor, floor.window
+        # A knot at the window: what lies within it and what does not are two straight lines.
+        self.contexts = Axis([*_CONTEXTS, *source.knots("context"), *([self.window] * bool(self.window))], far=True)
+        self.alone = Axis([*self.contexts.near, *source.knots("context", MOST_ALONE)], far=True)
         self.tokens = Axis([*_TOKENS, *source.knots("tokens")])
-        self.decodes = Axis([*_DECODES, *source.knots("decodes")])
-        far = self._seen(self.contexts.knots)
+        self.decodes = Axis([*_DECODES, *source.knots("decodes")], far=True)
+        far = self._seen(self.contexts.near)
         near = self.tokens.knots
 
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
-        counts = np.arange(DECODE_LIMIT + 1, dtype=float)
-        seen = self._seen(self.alone.knots)
-        value = source.decode_us(np.maximum(counts, 1)[:, None], seen[None, :], typical) * 1e3
+        counts = np.maximum(np.arange(DECODE_LIMIT + 1, dtype=float), 1)
+        value = source.decode_us(counts[:, None], self._seen(self.alone.near)[None, :], typical) * 1e3
+        value = self._physical(value, 0, 0, counts, self.alone)[0, 0]
         slope = np.diff(value, axis=1) / np.diff(self.alone.knots)
         base = value[:, :-1] - slope * self.alone.knots[:-1]
         self._decode = np.stack([base, slope], axis=-1).reshape(-1, 2)
@@ -101,18 +112,26 @@ class AttentionTables:
         if source.prefill_law is not None:
             self.chunks = Axis([*self.chunks.knots, *_BLOCKS])
         chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
+        chunk = self._physical(chunk, self.chunks.knots, self.contexts, 0, 0)[:, :, 0, 0]
         self._chunk = polynomials(chunk, (self.chunks, self.contexts))
         self._beside = np.zeros((0, 16))
         if fused:
-            grid = np.meshgrid(near, far, self.decodes.knots, far, indexing="ij", sparse=True)
+            grid = np.meshgrid(near, far, self.decodes.near, far, indexing="ij", sparse=True)
             shape = tuple(axis.size for axis in grid)
             everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape)
+            everywhere = self._physical(everywhere, near, self.contexts, self.decodes, self.contexts)
             self._beside = polynomials(everywhere, (self.tokens, self.contexts, self.decodes, self.contexts))
+        # A pair of a prompt longer than the table costs what one of the longest there costs.
+        longest = float(chunk[self.chunks.knots == TOKEN_LIMIT, 0][0])
+        self._pair = longest / further_pairs(TOKEN_LIMIT, 0, 0, self.window)
 
         law, machine = source.batch_law, source.heads / source.sms * 1e3
         self._query_rows = law.query_rows
-        self._share_block = (law.block + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * law.step) * machine
-        self._share_step = law.step * machine / CONTEXT_STEP
+        # What a block pays a token of its context, and so for all its rows, is no less than peak and bandwidth allow.
+        least = max(floor.pair * law.query_rows, floor.kv) * CONTEXT_STEP
+        step = max(law.step * machine, least)
+        self._share_block = law.block * machine + 0.5 * (1.0 - law.query_rows / CONTEXT_STEP) * step
+        self._share_step = step / CONTEXT_STEP
         self._share_token = law.write
         self._uneven = source.uneven_token_us * 1e3 * (1.0 if uneven else 0.0)
         self._make_lists()
@@ -122,7 +141,7 @@ class AttentionTables:
         wide, tall = self.contexts.cells, self.decodes.cells
         self._strides = (wide * tall * wide, tall * wide, wide)
         first, second, third = self._strides
-        start, slope = self._shares = self._share_of(np.arange(TOKEN_LIMIT + 1))
+        start, slope = self._shares = self._packed(np.arange(TOKEN_LIMIT + 1))
         self._largest_share = (float(start.max()), float(slope.max()))
         by_context = self.contexts.cell
         self._chunk_starts = (self.chunks.cell * wide, by_context)
@@ -138,8 +157,9 @@ class AttentionTables:
             return tuple(coefficients[at].tolist())
 
         def share_of(tokens: int) -> Any:
-            start, slope = self._share_of(np.array(tokens))
-            return int(start), int(slope)
+            # Python's integers hold what a column's do not.
+            start, slope = (int(grains) << PACKED for grains in self._share_of(tokens))
+            return start + tokens, slope
 
         self.lookup = AttentionLookup(
             wide=self.alone.cells,
@@ -154,21 +174,46 @@ class AttentionTables:
             shares=list(zip(start.tolist(), slope.tolist(), strict=True)),
             share_of=share_of,
             uneven=self._uneven,
+            pair=self._pair,
+            window=self.window,
         )
 
-    def _share_of(self, tokens: Any) -> tuple[Column, Column]:
+    def _packed(self, tokens: Column) -> tuple[Column, Column]:
+        """Shares in PACKED integers; IndexError where these do not hold them."""
+        grains = self._share_of(tokens)
+        if grains.max(initial=0) * 2.0**PACKED >= MOST_SHARE:
+            raise IndexError
+        packed = grains.astype(np.int64) << PACKED
+        return packed[0] + tokens, packed[1]
+
+    def _share_of(self, tokens: Any) -> Array:
         """A chunk's share of the machine: an intercept and a slope over its prefix, by its tokens; in whole GRAINs, so
-        that the order of a sum does not matter, and PACKED."""
+        that the order of a sum does not matter."""
         rows = self._query_rows
         blocks = (tokens + (rows - 1)) // rows
         start = blocks * (self._share_block + self._share_step * (0.5 * tokens + 0.5 * rows))
         line = np.stack([start + self._share_token * tokens, blocks * self._share_step])
-        packed = np.asarray(np.rint(line / GRAIN), np.int64) << PACKED
-        return packed[0] + tokens, packed[1]
+        return np.asarray(np.rint(line / GRAIN))
 
     def of(self, source: AttentionSource) -> AttentionTables:
         """The tables of another source, made in the same way."""
-        return AttentionTables(source, **self._recipe)
+        return self._recipe(source)
+
+    def _physical(self, ns: Array, *coordinates: Any) -> Array:
+        """Values in the table, no lower than the floor, and those at FAR: as the floor grows, the efficiency stays.
+
+        coordinates: tokens, prefix, decodes, context, each an Axis, knots, or 0; the result has all four dimensions.
+        """
+        knots = [np.ravel(one.knots if isinstance(one, Axis) else one) for one in coordinates]
+        near = [len(one.near) if isinstance(one, Axis) else np.size(one) for one in coordinates]
+        floor = self.floor.ns(*np.meshgrid(*knots, indexing="ij", sparse=True))
+        more = [(0, len(all_of) - some) for all_of, some in zip(knots, near, strict=True)]
+        found = np.pad(np.reshape(ns, near), more)
+        for dimension, (all_of, some) in enumerate(zip(knots, near, strict=True)):
+            if len(all_of) > some:
+                values, least = np.moveaxis(found, dimension, 0), np.moveaxis(floor, dimension, 0)
+                values[-1] = values[-2] * (least[-1] / least[-2])
+        return np.maximum(found, floor)
 
     def _seen(self, context: Any) -> Any:
         """Contexts as attention sees them under a sliding window."""
@@ -189,6 +234,9 @@ class AttentionTables:
 
     def chunk_ns_of(self, tokens: Column, prefix: Column) -> Array:
         """`lookup.chunk_ns` of many chunks."""
+        if tokens.max(initial=0) > TOKEN_LIMIT:
+            ns = self.chunk_ns_of(np.minimum(tokens, TOKEN_LIMIT), prefix)
+            return ns + self._pair * further_pairs_of(tokens, prefix, self.window)
         by_tokens, by_prefix = self._chunk_starts
         cells = by_tokens.take(tokens, mode="clip")
         cells += by_prefix.take(prefix, mode="clip")
@@ -253,7 +301,11 @@ class AttentionTables:
         largest: Column,
     ) -> Array:
         """Chunks and decodes in one kernel."""
-        mean = total / decodes
+        mean, reach = total / decodes, prefix + tokens
+        if tokens.max() > TOKEN_LIMIT:
+            longer: Array = self._pair * further_pairs_of(tokens, prefix, self.window)
+            further = longer if further is None else further + longer
+            tokens = np.minimum(tokens, TOKEN_LIMIT)
         by_tokens, by_prefix, by_decodes, by_context = self._beside_starts
         cells = by_tokens.take(tokens, mode="clip")
         cells += by_prefix.take(prefix, mode="clip")
@@ -262,7 +314,6 @@ class AttentionTables:
         # As floats, or each product would convert them anew.
         ns = evaluated(self._beside, cells, (tokens.astype(float), prefix.astype(float), decodes.astype(float), mean))
         if self._uneven:
-            reach = prefix + tokens
             beyond = np.maximum(largest, reach if end is None else end) - np.maximum(mean, reach)
             np.maximum(beyond, 0.0, out=beyond)
             beyond *= self._uneven
@@ -284,8 +335,11 @@ class AttentionTables:
         try:
             start, slope = shares_of(tokens)
         except IndexError:
-            shares_of = self._share_of
-            start, slope = shares_of(tokens)
+            shares_of = self._packed
+            try:
+                start, slope = shares_of(tokens)
+            except IndexError:
+                return None
             most = (float(start.max()), float(slope.max()))
         if most[0] + most[1] * furthest >= MOST_SHARE:
             return None
@@ -324,6 +378,15 @@ class AttentionTables:
         rest = zip(decodes.tolist(), total.tolist(), largest.tolist(), strict=True)
         ns = np.array([one(chunks[ends[i] : ends[i + 1]], *batch) for i, batch in enumerate(rest)])
         return ns, np.add.reduceat(tokens, offsets[:-1])
+
+
+def further_pairs_of(tokens: Column, prefix: Column, window: int) -> Column:
+    """`attention_lookup.further_pairs` beyond TOKEN_LIMIT of many chunks; 0 for shorter ones."""
+    more = np.maximum(tokens - TOKEN_LIMIT, 0)
+    before = prefix + TOKEN_LIMIT
+    growing = np.clip(window - before, 0, more) if window else more
+    pairs: Column = growing * before + growing * (growing + 1) // 2 + (more - growing) * window
+    return pairs
 
 
 def _some(at: Column, *columns: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel
 from profiler.operators.fitting.device_fit import DeviceFit
 from profiler.operators.fitting.error_factors import half_widths
+from profiler.operators.physical_floor import AttentionFloor, GemmFloor
 from profiler.roofline.constants import RooflineConstants
 from profiler.specs.dtypes import canonical_dtype
 from profiler.specs.hardware import Hardware
@@ -64,7 +65,7 @@ def compose(
     name = f"fitted {spec.name} {fit.gpu} tp{tp}{f' pp{pp}' if pp > 1 else ''} {wanted}"
     attention = AttentionTables(
         parts.attention(),
-        window=spec.sliding_window,
+        AttentionFloor.of(spec, hardware, fit.dtype, tp),
         fused=parts.terms.fused_batches,
         uneven=parts.terms.uneven_contexts and not spec.sliding_window,
         typical=parts.terms.typical_contexts,
@@ -82,6 +83,7 @@ def compose(
         attention,
         region,
         parts.terms,
+        GemmFloor.of(hardware, fit.dtype),
         _send(hardware, spec, pipeline_link),
         half_widths=half_widths(fit.errors, region.composed, frozenset(fit.spreads)),
         spreads=fit.spreads,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
+from profiler.operators.physical_floor import GemmFloor
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 
@@ -46,7 +47,8 @@ class Engine:
     the first and the last stage have besides; sampled: for the last stage over sampled rows. send: (ns, ns per row).
     half_widths: of 90 % intervals by operator, one factor for all shapes
     (`profiler.operators.fitting.error_factors`); spreads: errors that
-    differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer.
+    differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer, none
+    of which beats the floor.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Engine:
     attention: AttentionTables
     region: Region
     terms: EngineTerms
+    floor: GemmFloor
     send: tuple[float, float] = (0.0, 0.0)
     tile: int = 128
     half_widths: Mapping[str, float] = field(default_factory=dict)

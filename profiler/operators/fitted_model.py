@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +12,15 @@ from numpy.typing import NDArray
 
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
-from profiler.errors import ProfileError
 from profiler.operators.attention_lookup import AttentionLookup
 from profiler.operators.composed_engine import Engine, RowTerms
 from profiler.operators.drawn_errors import DrawnAttention, ErrorField
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.fitting.error_sizes import Spread
+from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns
 
 Column = NDArray[np.int64]
-
-MAX_ROWS = 1 << 20
 
 # Arrays have a price of their own, which this many steps of a plain loop would pay.
 WORTH_AN_ARRAY = 96
@@ -47,13 +46,10 @@ class FittedModel:
         self.stages = len(engine.layer_split)
         self._attention = engine.attention
         self._lookup: AttentionLookup = engine.attention.lookup
-        self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
-        self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
-        self._sampled_column: Column = np.zeros(0, np.int64)
-        self._sampled_ns: list[int] = []
-        for stage in range(self.stages):
-            self._grow(stage, 2048)
-        self._grow_sampled(256)
+        self._rows = [RowTable(partial(self._row_terms, stage), 2048) for stage in range(self.stages)]
+        self._rows_ns: list[list[int]] = [table.ns for table in self._rows]
+        self._sampled = RowTable(self._sampled_terms, 256)
+        self._sampled_ns: list[int] = self._sampled.ns
         # Host terms of up to 1024 sequences, for the inner loop.
         self._before_ns = [self._host_before_ns(count) for count in range(1025)]
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
@@ -77,39 +73,25 @@ class FittedModel:
         engine, layers = self.engine, self.engine.layer_split[stage]
         run = engine.terms.padded(rows).astype(np.float64)
         terms = {name: us * layers for name, us in engine.layer_rows(run).items()}
+        least: Any = 0.0
+        for name in [name for name in terms if name in engine.gemms]:
+            floor = layers * engine.floor.us(run, *engine.gemms[name])
+            least, terms[name] = least + floor, np.maximum(terms[name], floor)
         for name, us in engine.first_rows(run).items() if stage == 0 else ():
             terms[name] = terms[name] + us if name in terms else us
         if stage == self.stages - 1:
             terms |= engine.last_rows(run)
             if engine.terms.step_us:
-                terms["unexplained"] = np.full(len(rows), engine.terms.step_us)
-        return {name: np.where(rows > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
+                # Less than nothing explains takes no more than what lies above the floor.
+                terms["unexplained"] = np.maximum(engine.terms.step_us, least - sum(terms.values()))
+        return {name: np.where(rows > 0, np.floor(us * 1e3 + 0.5), 0.0).astype(np.int64) for name, us in terms.items()}
 
     def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
-        terms = self.engine.sampled(sampled.astype(np.float64))
+        rows = sampled.astype(np.float64)
+        terms = dict(self.engine.sampled(rows))
+        for name in [name for name in terms if name in self.engine.gemms]:
+            terms[name] = np.maximum(terms[name], self.engine.floor.us(rows, *self.engine.gemms[name]))
         return {name: np.where(sampled > 0, us * 1e3 + 0.5, 0.0).astype(np.int64) for name, us in terms.items()}
-
-    def _grow(self, stage: int, rows: int) -> None:
-        size = max(rows + 1, 2 * len(self._rows_ns[stage]))
-        column = np.zeros(size, np.int64)
-        for term in self._row_terms(stage, np.arange(size, dtype=np.int64)).values():
-            column += term
-        self._rows_column[stage], self._rows_ns[stage] = column, column.tolist()
-
-    def _grow_sampled(self, sampled: int) -> None:
-        size = max(sampled + 1, 2 * len(self._sampled_ns))
-        column = np.zeros(size, np.int64)
-        for term in self._sampled_terms(np.arange(size, dtype=np.int64)).values():
-            column += term
-        self._sampled_column, self._sampled_ns = column, column.tolist()
-
-    def _reach(self, stage: int, rows: int, sampled: int) -> None:
-        if max(rows, sampled) > MAX_ROWS or min(rows, sampled) < 0:
-            raise ProfileError(f"batch of {rows} rows, {sampled} sampled: expected 0 to {MAX_ROWS}")
-        if rows >= len(self._rows_ns[stage]):
-            self._grow(stage, rows)
-        if sampled >= len(self._sampled_ns):
-            self._grow_sampled(sampled)
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
 
@@ -169,9 +151,8 @@ class FittedModel:
         send, last = self.send_ns(shape, 0), self.stages - 1
         times = []
         for stage, layers in enumerate(self.engine.layer_split):
-            self._reach(stage, rows, sampled)
-            ns = int(attention * layers + 0.5) + self._rows_ns[stage][rows]
-            times.append((ns, send) if stage < last else (ns + (self._sampled_ns[sampled] if sampled else 0), 0))
+            ns = int(attention * layers + 0.5) + self._rows[stage].at(rows)
+            times.append((ns, send) if stage < last else (ns + (self._sampled.at(sampled) if sampled else 0), 0))
         return times
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
@@ -189,14 +170,11 @@ class FittedModel:
         rows += dummy
         if executed > rows:
             rows = executed
+        last = stage == self.stages - 1
         try:
-            ns += self._rows_ns[stage][rows]
-            if sampled and stage == self.stages - 1:
-                ns += self._sampled_ns[sampled]
+            return ns + self._rows_ns[stage][rows] + (self._sampled_ns[sampled] if last else 0)
         except IndexError:
-            self._reach(stage, rows, sampled)
-            return self.stage_ns(shape, stage)
-        return ns
+            return ns + self._rows[stage].at(rows) + (self._sampled.at(sampled) if last else 0)
 
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
         """Hidden states of every row to the next stage; 0 after the last."""
@@ -245,12 +223,10 @@ class FittedModel:
             attention *= self.engine.layer_split[stage]
             attention += 0.5
             rows = np.maximum(rows + block.dummy_tokens, block.executed_rows)
-            sampled = block.sampled
-            self._reach(stage, int(rows.max()), int(sampled.max()))
-            of_block = self._rows_column[stage].take(rows)
+            of_block = self._rows[stage].each(rows)
             of_block += attention.astype(np.int64)
             if stage == self.stages - 1:
-                of_block += self._sampled_column.take(sampled)
+                of_block += self._sampled.each(block.sampled)
             ns[start : start + BLOCK] = of_block
         return ns
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,14 +20,13 @@ from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.errors import ProfileError
 from profiler.roofline.constants import RooflineConstants
-from profiler.roofline.row_terms import RowTerms, sum_terms
+from profiler.roofline.row_table import RowTable
+from profiler.roofline.row_terms import RowTerms
 from profiler.specs.dtypes import canonical_dtype, dtype_bytes
 from profiler.specs.hardware import Hardware
 from profiler.specs.layer_split import check_split, split_layers
 from profiler.specs.model_spec import ModelSpec
 from profiler.specs.shape_columns import Column, ShapeColumns, attended_pairs
-
-MAX_ROWS = 1 << 22
 
 
 class _Stage(NamedTuple):
@@ -104,7 +104,8 @@ class Roofline:
                 pair_ns=pair * layers,
                 chunk_kv_ns=kv * layers,
                 chunk_fixed_ns=c.kernel_ns * layers + 0.5,
-                decode_kv_ns=kv * layers,
+                # A query of few heads waits for its keys, one of very many for its products.
+                decode_kv_ns=max(kv, 2.0 * pair * c.attention_efficiency) * layers,
                 decode_fixed_ns=2 * c.kernel_ns * layers + 0.5,  # split over the context, then combine
                 first=index == 0,
                 last=index == self.stages - 1,
@@ -112,34 +113,18 @@ class Roofline:
             for index, layers in enumerate(self.layer_split)
         )
         self._window = model.sliding_window or 0
-        self._rows_column: list[Column] = [np.zeros(0, np.int64)] * self.stages
-        self._rows_ns: list[list[int]] = [[] for _ in range(self.stages)]
-        self._sampled_column: Column = np.zeros(0, np.int64)
-        self._sampled_ns: list[int] = []
         self._before_ns = [int(c.host_before_ns + n * c.host_before_per_sequence_ns + 0.5) for n in range(1025)]
         self._after_ns = [int(c.host_after_ns + n * c.host_after_per_sample_ns + 0.5) for n in range(1025)]
-        self._least_rows = 0
-        for stage in range(self.stages):
-            self._grow(stage, 512)
-        self._grow_sampled(64)
+        self._rows = [RowTable(partial(self._row_terms, stage), 512) for stage in range(self.stages)]
+        self._rows_ns: list[list[int]] = [table.ns for table in self._rows]
+        self._sampled = RowTable(self._terms.sampled, 64)
+        self._sampled_ns: list[int] = self._sampled.ns
 
     # --- tables by rows ----------------------------------------------------------------------------------------------
 
     def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
         facts = self._stages[stage]
         return self._terms.rows(rows, facts.layers, first=facts.first)
-
-    def _grow(self, stage: int, rows: int) -> None:
-        """Evaluate the row table of one stage for 0 .. rows, at least doubling it."""
-        size = max(rows + 1, 2 * len(self._rows_ns[stage]), 513)
-        column = sum_terms(self._row_terms(stage, np.arange(size, dtype=np.int64)))
-        self._rows_column[stage] = column
-        self._rows_ns[stage] = column.tolist()
-
-    def _grow_sampled(self, sampled: int) -> None:
-        size = max(sampled + 1, 2 * len(self._sampled_ns), 65)
-        self._sampled_column = sum_terms(self._terms.sampled(np.arange(size, dtype=np.int64)))
-        self._sampled_ns = self._sampled_column.tolist()
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
 
@@ -175,13 +160,9 @@ class Roofline:
         if executed > rows:
             rows = executed
         try:
-            ns += self._rows_ns[stage][rows]
-            if sampled and facts[7]:
-                ns += self._sampled_ns[sampled]
+            return ns + self._rows_ns[stage][rows] + (self._sampled_ns[sampled] if facts[7] else 0)
         except IndexError:
-            self._reach(stage, rows, sampled)
-            return self.stage_ns(shape, stage)
-        return ns
+            return ns + self._rows[stage].at(rows) + (self._sampled.at(sampled) if facts[7] else 0)
 
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
@@ -244,18 +225,14 @@ class Roofline:
         send = int(max(rows, executed) * self._send_ns_per_row + self.constants.send_ns + 0.5)
         if executed > rows:
             rows = executed
-        if rows >= self._least_rows or sampled >= len(self._sampled_ns):
-            for stage in range(self.stages):
-                self._reach(stage, rows, sampled)
-            self._least_rows = min([len(table) for table in self._rows_ns])
         times = []
         same = None
         ns = 0
-        for facts, table in zip(self._stages, self._rows_ns):
+        for facts, table in zip(self._stages, self._rows):
             # Inner stages of equal depth cost the same.
             alike = None if facts[6] or facts[7] else facts[0]
             if alike is None or alike != same:
-                ns = table[rows]
+                ns = table.at(rows)
                 if decodes:
                     ns += int(touched * facts[4] + facts[5])
                 if chunks:
@@ -263,7 +240,7 @@ class Roofline:
                     ns += int((compute if compute > moved else moved) + facts[3])
                 same = alike
             if facts[7]:
-                times.append((ns + self._sampled_ns[sampled], 0))
+                times.append((ns + self._sampled.at(sampled), 0))
             else:
                 times.append((ns, send))
         return times
@@ -292,10 +269,9 @@ class Roofline:
         rows = columns.rows
         if len(rows) == 0:
             return np.zeros(0, np.int64)
-        self._reach(stage, int(rows.max()), int(columns.sampled.max()))
-        ns = self._rows_column[stage][rows]
+        ns = self._rows[stage].each(rows)
         if facts.last:
-            ns = ns + self._sampled_column[columns.sampled]
+            ns = ns + self._sampled.each(columns.sampled)
         decoded = (self._decode_kv(columns.decodes, columns.decode_context_total) * facts[4] + facts[5]).astype(
             np.int64
         )
@@ -375,12 +351,3 @@ class Roofline:
         pairs = sum(2 * self.model.attended(tokens, prefix) for tokens, prefix in chunks)
         kv = sum(min(prefix, window) + 2 * tokens for tokens, prefix in chunks)
         return pairs, kv
-
-    def _reach(self, stage: int, rows: int, sampled: int) -> None:
-        """Make the tables reach `rows` and `sampled`."""
-        if max(rows, sampled) > MAX_ROWS or min(rows, sampled) < 0:
-            raise ProfileError(f"batch of {rows} rows, {sampled} sampled: expected 0 to {MAX_ROWS}")
-        if rows >= len(self._rows_ns[stage]):
-            self._grow(stage, rows)
-        if sampled >= len(self._sampled_ns):
-            self._grow_sampled(sampled)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,9 +86,3 @@ class RowTerms:
         if self.tp > 1:
             terms["gather_logits"] = self._over_link_ns((self.tp - 1) / self.tp * model.vocab * self._act, s)
         return {name: np.where(sampled > 0, ns + 0.5, 0.0).astype(np.int64) for name, ns in terms.items()}
-
-
-def sum_terms(terms: Mapping[str, Column]) -> Column:
-    """The sum of named integer columns: adding rounded terms keeps every breakdown exact."""
-    total: Column = np.add.reduce(list(terms.values()), axis=0, dtype=np.int64)
-    return total

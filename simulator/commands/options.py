@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -18,11 +18,9 @@ from policies.edges.declared_settings import Flags, flags_of, settings_of, value
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import BUILT_IN, knobs_of, policy_class
-from simulator.config import OUTPUT, POLICY, TRACE, ReplayConfig, TraceOptions
+from simulator.config import OUTPUT, POLICY, TRACE, ReplayConfig
 from simulator.errors import SimulationError
-
-if TYPE_CHECKING:
-    from workloads import Trace
+from workloads.reading_options import ReadingOptions
 
 
 def _option(flag: str, text: str, panel: str, **more: Any) -> Any:
@@ -73,18 +71,18 @@ CHOICES: Flags = {"chunk_size": (ChunkSize, None), "asynchronous": (Async, None)
 """Flags for knobs that so many policies have that every command shows them."""
 
 _POLICY = flags_of(ReplayConfig, typer.Option, only=("policy",))
-_REST = {**flags_of(ReplayConfig, typer.Option), **flags_of(TraceOptions, typer.Option)}
+_REST = {**flags_of(ReplayConfig, typer.Option), **flags_of(ReadingOptions, typer.Option)}
 
 replay_flags = with_flags({**CHOICES, **{name: flag for name, flag in _REST.items() if name not in _POLICY}})
 """Gives a command, written as f(ctx, its own flags, **shared), the flags of a replay in its signature, --policy apart.
 
-They are the declared settings of `ReplayConfig` and `TraceOptions`: a new one is declared there alone.
+They are the declared settings of `ReplayConfig` and `ReadingOptions`: a new one is declared there alone.
 """
 one_policy_flags = with_flags({**_POLICY, **CHOICES, **_REST})
 """The same with --policy, for a command that replays under one policy."""
 
 
-def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, TraceOptions]:
+def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, ReadingOptions]:
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
@@ -93,9 +91,9 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", None)) is not None:
         knobs["chunk_size"] = chunk_size
-    values = {**from_file, **values_of_flags(ReplayConfig, flags), **values_of_flags(TraceOptions, flags)}
-    reading = settings_of(TraceOptions)
-    trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
+    values = {**from_file, **flags, **values_of_flags(ReplayConfig, flags)}
+    reading = settings_of(ReadingOptions)
+    trace_options = ReadingOptions(**{name: value for name, value in values.items() if name in reading})
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
 
@@ -125,7 +123,7 @@ def refuse_choices(ctx: typer.Context) -> None:
 
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
-    known = {*settings_of(ReplayConfig), *settings_of(TraceOptions), *CHOICES}
+    known = {*settings_of(ReplayConfig), *settings_of(ReadingOptions), *CHOICES}
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in ctx.params.items()
@@ -154,37 +152,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
-
-
-def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> Trace:
-    """The trace of a command line: its argument, or the one that the config names."""
-    from workloads import read_trace
-
-    chosen = path or (Path(options.trace) if options.trace else None)
-    if chosen is None:
-        raise SimulationError("found no trace: name a trace file, or a config that names one")
-    return read_trace(
-        chosen,
-        trace_format=options.trace_format,
-        on_bad_row=options.on_bad_row,  # type: ignore[arg-type]
-        on_unsorted=options.on_unsorted,  # type: ignore[arg-type]
-        arrivals=options.arrivals,
-        sessions=options.sessions,  # type: ignore[arg-type]
-        seed=seed,
-        spread_ties=options.spread_ties,
-        timeout_s=options.timeout,
-        window_s=_window(options.window),
-    )
-
-
-def _window(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        start, end = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise SimulationError(f"--window: found {text!r}, expected START:END in seconds") from None
-    return start, end
 
 
 def _given(ctx: typer.Context, name: str) -> bool:

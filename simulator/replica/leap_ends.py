@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from policies import Batch, BatchShape, Ns
+from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -66,7 +67,10 @@ def ends_until(
             end, kv = now_ns, start
             ends: list[Ns] = []
             while steps:
-                end += int(kv * slope + offset) + rest
+                device_ns = int(kv * slope + offset) + rest
+                if device_ns <= host_ns:
+                    refuse(cost, later(shape, len(ends)), device_ns - host_ns)
+                end += device_ns
                 ends.append(end)
                 if end >= horizon_ns:
                     break
@@ -74,7 +78,18 @@ def ends_until(
                 steps -= 1
             return ends
         device = (np.arange(start, start + steps * step, step) * slope + offset).astype(np.int64) + rest
+    if device.min() <= 0:
+        first_at = int((device <= 0).argmax())
+        refuse(cost, later(shape, first_at), int(device[first_at]))
     ends = (np.cumsum(device + host_ns) + now_ns).tolist()
     if ends[-1] > horizon_ns:
         del ends[bisect_left(ends, horizon_ns) + 1 :]
     return ends
+
+
+def later(shape: BatchShape, steps: int) -> BatchShape:
+    """The shape of a batch of decodes so many steps later."""
+    return shape._replace(
+        decode_context_total=shape.decode_context_total + steps * shape.decodes,
+        decode_context_max=shape.decode_context_max + steps,
+    )

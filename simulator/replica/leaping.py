@@ -16,8 +16,8 @@ from simpy import Event
 from metrics import Recorder
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
-from simulator.clock.moment import WAKE, Moment
-from simulator.clock.virtual_time import FAR, Nanoseconds, VirtualTime
+from simulator.clock.virtual_time import FAR, WAKE, Moment, Nanoseconds, VirtualTime
+from simulator.replica.fast_costs import refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, Terms, ends_until
 from simulator.replica.plain import PlainReplica
 
@@ -145,6 +145,8 @@ class LeapingReplica(PlainReplica):
         alone = ahead is not None and ahead.sharers == 1 and ahead.next_ns() < ahead.limit
         horizon = ahead.next_ns() if ahead is not None and alone else FAR
         device = self.cost.stage_ns(shape)
+        if device <= 0:
+            refuse(self.cost, shape, device)
         ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
         if ahead is not None and (alone or ends[-1] < ahead.next_ns()):

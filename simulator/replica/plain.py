@@ -19,8 +19,8 @@ from metrics.recording.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from profiler.iterations.aftermath import merged
-from simulator.clock.moment import COMPLETION, WAKE, Moment
-from simulator.clock.virtual_time import Nanoseconds
+from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
+from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -124,7 +124,8 @@ class PlainReplica:
         return gone
 
     def abandon(self, reason: str) -> list[Track]:
-        """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
+        """The replica dies: batches in flight never complete. Returns its requests; not even the end of those
+        that have finished is reported."""
         self.settle()
         if self._completion is not None:
             self._completion.void = True
@@ -247,6 +248,8 @@ class PlainReplica:
         stages: list[Ns] = []
         if self._num_stages == 1:
             device = self.cost.stage_ns(shape)
+            if device <= 0:
+                refuse(self.cost, shape, device)
             if self._leaves is not None:
                 device += self._aftermath_ns(batch)
             start = ready
@@ -302,6 +305,8 @@ class PlainReplica:
         device = end = 0
         arrived = ready_ns
         for stage, (busy, send) in enumerate(self._stages_ns(shape)):
+            if busy <= 0:
+                refuse(self.cost, shape, busy, stage)
             start = free[stage]
             if arrived > start:
                 start = arrived

@@ -259,6 +259,20 @@ def test_a_folder_that_is_no_run_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_run_is_replaced_with_all_that_was_drawn_of_it_and_with_nothing_else(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    again = ("replay", TRACE, "--limit", 5, "--pp", 2, "--figures", "--timeline", "0:1", "--out", study)
+    assert run("simulator", *again).code == 0
+    assert run("simulator", "advise", TRACE, "--limit", 5, "--out", study).code == 0
+    assert run("simulator", *again).code == 0
+    written = sorted(str(path.relative_to(study)) for path in study.rglob("*"))
+    assert run("simulator", "compare", TRACE, "--limit", 3, "--policies", "orca", "--out", study).code == 0
+    refused = run("simulator", *again)
+    assert refused.code == 2
+    assert "found orca beside the run there" in refused.err
+    assert {path.name for path in study.iterdir()} == {*(name.partition("/")[0] for name in written), "orca"}
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes into read-only folders")
 def test_a_read_only_folder_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)

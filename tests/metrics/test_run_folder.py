@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from metrics import MetricsError, Recorder, read_run, write_run
-from metrics.run_folder.columns import TABLES
+from metrics.run_folder.columns import FIGURES, TABLES
+from policies.edges import output_file
 from tests.metrics.sample_runs import assert_same_tables, record_small_run
 
 
@@ -51,6 +54,120 @@ def test_an_own_run_folder_is_replaced_and_anything_else_is_not(tmp_path) -> Non
     assert (precious / "thesis.tex").read_text() == "years of work"
     with pytest.raises(MetricsError, match="found a file"):
         write_run(precious / "thesis.tex", small_run(), {})
+
+
+BESIDE = {
+    "compare's run": "vllm_v1/config.json",
+    "compare's report": "report.html",
+    "notes": "thesis/notes.md",
+    "a figure of the user's": "figures/for_the_paper.pdf",
+    "a hidden file": ".gitignore",
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_a_run_folder_with_anything_else_in_it_is_not_replaced(tmp_path, beside) -> None:
+    place = write_run(tmp_path / "study", small_run(), {"seed": 1})
+    (place / beside).parent.mkdir(exist_ok=True)
+    (place / beside).write_text("mine")
+    with pytest.raises(MetricsError, match=f"study: found .*{beside.split('/')[0]}.* move what you want to keep"):
+        write_run(place, small_run(), {"seed": 2})
+    assert (place / beside).read_text() == "mine"
+    assert read_run(place).config["seed"] == 1
+    assert os.listdir(tmp_path) == ["study"]
+
+
+def test_what_commands_draw_into_a_run_goes_with_it(tmp_path) -> None:
+    place = write_run(tmp_path / "run", small_run(), {"seed": 1})
+    (place / "figures").mkdir()
+    for name in ("timeline.json", "summary.json", *(f"figures/{name}.pdf" for name in FIGURES)):
+        (place / name).write_text("{}")
+    write_run(place, small_run(), {"seed": 2})
+    assert sorted(os.listdir(place)) == sorted(["config.json", *(f"{name}.parquet" for name in TABLES)])
+
+
+def test_what_comes_into_the_folder_while_it_is_replaced_is_not_lost(tmp_path, monkeypatch) -> None:
+    """The check before the work saw nothing; the one behind the exchange does, and brings the old folder back."""
+    place = write_run(tmp_path / "run", small_run(), {"seed": 1})
+    exchange = output_file._exchange
+    for possible in (True, False):  # also where two folders cannot change places in one step
+
+        def late(one, other, possible=possible):
+            (place / "notes.md").write_text("mine")
+            return exchange(one, other) if possible else False
+
+        with monkeypatch.context() as patch:
+            patch.setattr(output_file, "_exchange", late if not possible else _once(late, exchange))
+            with pytest.raises(MetricsError, match=r"found notes\.md beside the run there"):
+                write_run(place, small_run(), {"seed": 2})
+        assert (place / "notes.md").read_text() == "mine"
+        assert read_run(place).config["seed"] == 1
+        assert os.listdir(tmp_path) == ["run"]
+        (place / "notes.md").unlink()
+
+
+def _once(first, then):
+    calls = iter([first])
+    return lambda one, other: next(calls, then)(one, other)
+
+
+def test_a_link_is_followed_and_stays(tmp_path) -> None:
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "run")
+    for seed in (1, 2):  # the first time it leads nowhere yet
+        assert write_run(link, small_run(), {"seed": seed}) == link
+        assert link.is_symlink()
+        assert read_run(tmp_path / "disk" / "run").config["seed"] == seed
+    assert os.listdir(tmp_path / "disk") == ["run"]
+    text = tmp_path / "text"
+    text.symlink_to(tmp_path / "disk" / "text.md")
+    output_file.write_text(text, "new", MetricsError)
+    assert text.is_symlink()
+    assert (tmp_path / "disk" / "text.md").read_text() == "new"
+    (tmp_path / "itself").symlink_to("itself")
+    with pytest.raises(MetricsError, match="a link to itself"):
+        output_file.write_text(tmp_path / "itself", "new", MetricsError)
+    with pytest.raises(MetricsError, match="itself"):
+        write_run(tmp_path / "itself", small_run(), {})
+
+
+def test_the_current_folder_is_not_replaced_under_the_shell(tmp_path, monkeypatch) -> None:
+    place = tmp_path / "empty" / "deep"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    for name in (".", "..", str(place)):
+        with pytest.raises(MetricsError, match="found the current folder or one around it"):
+            write_run(name, small_run(), {})
+
+
+def test_a_run_folder_keeps_the_rights_that_the_umask_leaves(tmp_path) -> None:
+    before = os.umask(0o077)
+    try:
+        place = write_run(tmp_path / "run", small_run(), {})
+    finally:
+        os.umask(before)
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+def _write_again_and_again(place, seed: int, exchange: bool) -> None:
+    if not exchange:
+        output_file._exchange = lambda one, other: False
+    for _ in range(15):
+        write_run(place, small_run(), {"seed": seed})
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_writers_that_race_leave_one_whole_run_and_nothing_else(tmp_path, exchange) -> None:
+    fork = multiprocessing.get_context("fork")
+    racers = [fork.Process(target=_write_again_and_again, args=(tmp_path / "run", n, exchange)) for n in range(3)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["run"]
+    assert_same_tables(read_run(tmp_path / "run"), small_run(), TABLES)
 
 
 def test_a_failed_write_leaves_the_old_run_and_no_scraps(tmp_path) -> None:

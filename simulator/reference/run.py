@@ -1,0 +1,145 @@
+"""A trace played into replicas behind a router, and what the reference simulator leaves to the fast path."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from random import Random
+from typing import Any
+
+from policies.work.request import Ns
+from profiler.cost_model import CostModel
+from simulator.config import ReplayConfig
+from simulator.errors import SimulationError
+from simulator.reference.books import Books, Job, Limits
+from simulator.reference.clock import Clock
+from simulator.reference.pages import PAGES
+from simulator.reference.recording import Recording
+from simulator.reference.replica import Process, Replica
+from simulator.routers import choose, make_router
+from workloads import Trace
+
+CANNOT = {
+    "failures": "replicas that die",
+    "autoscale": "autoscaling",
+    "ladder": "the overload ladder",
+    "kv_store_gib": "a shared KV store",
+    "layerwise_kv": "KV sent layer by layer",
+}
+"""Settings that it has no page for, and what they are."""
+
+
+def refuse(plan: Any) -> None:
+    """SimulationError names the first thing of a cluster's plan that the reference simulator cannot express."""
+    config: ReplayConfig = plan.config
+    found = [f"--{name.replace('_', '-')} ({what})" for name, what in CANNOT.items() if getattr(config, name)]
+    if config.preemption != "recompute":
+        found.append(f"--preemption {config.preemption} (KV swapped to host memory)")
+    found += [f"--pool role={pool.role} (KV that moves)" for pool in plan.pools if pool.role != "serve"]
+    for pool in plan.pools:
+        if type(pool.engine.policy) not in PAGES:
+            found.append(f"--policy {pool.engine.config.policy} (it has a page for each built-in policy alone)")
+    if found:
+        raise SimulationError(f"--reference: cannot express {found[0]}; leave one of the two out")
+
+
+def limits_of(engine: Any) -> Limits:
+    """What the replicas of an engine may do, as its config and its policy say."""
+    config, policy = engine.config, engine.policy
+    ahead = bool(getattr(policy, "async_scheduling", False))
+    budget, seqs, watermark = config.token_budget, config.max_num_seqs, config.watermark
+    return Limits(
+        num_blocks=engine.num_blocks,
+        block_size=config.block_size,
+        longest=engine.max_model_len,
+        token_budget=policy.default_token_budget(engine.max_model_len) if budget is None else budget,
+        max_num_seqs=policy.default_max_num_seqs() if seqs is None else seqs,
+        watermark=policy.memory.watermark if watermark is None else watermark,
+        micro_batches=config.pp,
+        ahead=ahead,
+        chase=config.chase_chunks or ahead,
+        together=config.policy == "request_level",
+        answers_together=policy.answers_together,
+        tile=engine.cost.tile,
+        prefix_caching=config.prefix_caching or bool(getattr(policy, "prefix_caching", False)),
+        free_order=getattr(policy, "free_order", "0.32"),
+        estimate=engine.estimate_ns,
+    )
+
+
+class Cluster:
+    """Clients, a router and replicas. ended: requests that have ended, each in exactly one way."""
+
+    def __init__(self, trace: Trace, plan: Any) -> None:
+        self.trace = trace
+        self.recording = Recording()
+        self.ended = self.preemptions = 0
+        self.last_end_ns: Ns = 0
+        self.home: dict[int, Replica] = {}
+        self.router = make_router(plan.config.router, plan.config.router_knobs)
+        self.rng = Random(f"{plan.config.seed} router")
+        engines = [pool.engine for pool in plan.pools for _ in range(pool.replicas)]
+        self.clock = Clock(len(engines))
+        self.replicas = [self._replica(number, engine) for number, engine in enumerate(engines)]
+        self.followers = trace.followers()
+        self.clock.process(self._arrivals())
+
+    def _replica(self, number: int, engine: Any) -> Replica:
+        books = Books(PAGES[type(engine.policy)], engine.policy, limits_of(engine))
+        cost: CostModel = engine.cost
+        return Replica(self.clock, number, books, cost, self.recording, engine.config.pp_overlap, self._on_end)
+
+    def run(self) -> None:
+        """Until nothing happens any more."""
+        self.clock.run()
+
+    def _arrivals(self) -> Process:
+        trace = self.trace
+        following = trace.after_row
+        rows = [row for row in range(len(trace)) if following is None or following[row] < 0]
+        for at_ns, together in groupby(rows, key=lambda row: int(trace.arrival_ns[row])):
+            yield self.clock.until(at_ns, Clock.ARRIVE)
+            for row in together:
+                self._arrive(row)
+
+    def _arrive(self, row: int) -> None:
+        now_ns = self.clock.now_ns
+        request = self.trace.request(row)._replace(arrival_ns=now_ns)
+        patience_ns = self.trace.timeout_ns(row)
+        if patience_ns >= 0:
+            self.clock.call(now_ns + patience_ns, Clock.ARRIVE, partial(self._give_up, row))
+        able = [replica for replica in self.replicas if not replica.books.why_not(request)] or self.replicas
+        replica = able[0] if len(able) == 1 else choose(self.router, request, able, self.rng)
+        self.home[row] = replica
+        replica.submit(request, int(self.trace.output_tokens[row]))
+
+    def _give_up(self, row: int) -> None:
+        if row in self.home:
+            self.home[row].cancel(row, "client gave up waiting")
+
+    def _on_end(self, job: Job, replica: Replica) -> None:
+        row = job.request.id
+        del self.home[row]
+        self.ended += 1
+        self.last_end_ns = self.clock.now_ns
+        self.preemptions += job.preemptions
+        self.recording.request(job, replica.number)
+        for follower in self.followers.get(row, ()):
+            assert self.trace.think_ns is not None
+            think_ns = int(self.trace.think_ns[follower])
+            self.clock.call(self.clock.now_ns + think_ns, Clock.ARRIVE, partial(self._arrive, follower))
+
+    def facts(self, plan: Any) -> dict[str, Any]:
+        """What became of the cluster, as the fast path tells it (`Cluster.facts`)."""
+        from simulator.cluster.journeys import Life
+
+        numbers = [number for number, pool in enumerate(plan.pools) for _ in range(pool.replicas)]
+        lives = [Life(replica, pool, "serve", 0, 0) for replica, pool in enumerate(numbers)]
+        return {
+            "replicas": len(self.replicas),
+            "devices": plan.devices,
+            "device_seconds": self.last_end_ns / 1e9 * plan.devices,
+            "lives": [life.facts() for life in lives],
+            "memory": {"preemptions_by_swap": 0, "preemptions_by_recompute": self.preemptions},
+            "kv": None,
+        }
