@@ -98,22 +98,23 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     sys.exit(_flushed(code))
 
 
-def refuse_flags(context: Any, knobs: Iterable[str], has: Container[str], refusal: type[Exception]) -> None:
+def refuse_flags(
+    context: Any, knobs: Iterable[str], has: Container[str], refusal: type[Exception], *, beside: bool = True
+) -> None:
     """Raise `refusal` for what was given as a knob and is none of the policy's, but a flag or near one.
 
-    context: click's, of the command that was called. A flag of a command beside it is named with that command.
+    context: click's, of the command that was called. beside: name the commands beside it that take such a flag.
     """
     own = _flags(context.command)
-    beside = {name: _flags(command) for name, command in getattr(context.parent, "command", context).commands.items()}
+    group = context.parent.command.commands if beside and context.parent is not None else {}
     for knob in knobs:
         if knob in has:
             continue
         flag = "--" + knob.replace("_", "-")
-        takers = [name for name, flags in beside.items() if flag in flags and name != context.info_name]
-        if takers and flag not in own:
-            raise refusal(
-                f"{flag}: {context.info_name} does not take it; {_and(takers)} {'do' if takers[1:] else 'does'}"
-            )
+        takers = [name for name, command in group.items() if flag in _flags(command)]
+        if takers and flag not in own and not _other_spelling(knob, own):
+            verb = "do" if len(takers) > 1 else "does"
+            raise refusal(f"{flag}: {context.info_name} does not take it; {_and(takers)} {verb}")
         if meant := flag_meant(knob, own):
             raise refusal(f"found no flag {flag}; did you mean {meant}?")
 
@@ -128,6 +129,11 @@ def refuse_unknown_flags(context: Any, settable: Container[str], refusal: type[E
         raise refusal(f"found no flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists them"))
 
 
+def _other_spelling(name: str, flags: Iterable[str]) -> list[str]:
+    spelt = {flag.lstrip("-") for flag in flags}
+    return [flag for flag in OTHER_SPELLINGS.get(name.replace("_", "-"), ()) if flag in spelt]
+
+
 def _flags(command: Any) -> list[str]:
     return [option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[:2] == "--"]
 
@@ -140,8 +146,7 @@ def flag_meant(name: str, flags: Iterable[str]) -> str | None:
     """`--flag` of a command that somebody may have meant who wrote --name, None if none is near."""
     spelt = {flag.lstrip("-").replace("_", "-") for flag in flags}
     name = name.replace("_", "-")
-    near = [flag for flag in OTHER_SPELLINGS.get(name, ()) if flag in spelt]
-    near = near or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
+    near = _other_spelling(name, spelt) or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
     return f"--{near[0]}" if near else None
 
 

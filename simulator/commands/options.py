@@ -110,7 +110,8 @@ def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, 
     elif "policy" in ctx.params:
         name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", ctx.params["policy"])
         has = set(knobs_of(policy_class(str(name))))
-    refuse_flags(ctx, knobs, has, SimulationError)
+    chooses = "policies" in ctx.params or "policy" in ctx.params
+    refuse_flags(ctx, knobs, has, SimulationError, beside=chooses)
     return knobs
 
 
