@@ -34,7 +34,12 @@ class LiveConfig:
     knobs: Mapping[str, Any] = setting(make=dict, text="Knobs of the policy; on a command line flags.", flag="")
     token_budget: int | None = setting(None, "Most tokens of a batch.", group=POLICY, least=1)
     max_num_seqs: int | None = setting(None, "Most requests admitted at once.", group=POLICY, least=1)
-    ahead: bool = setting(False, "Plan one step ahead of the running one.", group=POLICY, flag="--async/--sync")
+    ahead: bool | None = setting(
+        None,
+        "Plan one step ahead of the running one; by default as the policy's system.",
+        group=POLICY,
+        flag="--async/--sync",
+    )
 
     model: str = setting(
         "tiny", "Hugging Face folder, .gguf, smollm2, or a spec's name (random weights).", group=ENGINE

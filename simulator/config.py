@@ -29,6 +29,12 @@ def _pools(texts: Collection[str]) -> tuple[dict[str, Any], ...]:
     return tuple(parse_pool(text) for text in texts)
 
 
+def _terms(texts: Collection[str]) -> dict[str, Any]:
+    from profiler.operators.engine_terms import parse_terms
+
+    return dict(parse_terms(list(texts), SimulationError))
+
+
 def _repeated_pairs(flag: str) -> dict[str, Any]:
     """How a flag that may be repeated gives the entries of a table."""
     return {"typed": list[str] | None, "parse": lambda texts: pairs(flag, texts, SimulationError)}
@@ -62,6 +68,25 @@ class ReplayConfig:
     gpu: str = setting("h100", "GPU name, or a TOML file that describes one.", group=ENGINE)
     cost_model: str = setting(
         "auto", "auto (a fitted one if it ships for this GPU), roofline, or a model file.", group=ENGINE
+    )
+    engine: str = setting(
+        "none",
+        "Engine as it is served: vllm:0.19, trtllm, ... or a TOML file; none: kernels and scheduler alone.",
+        group=ENGINE,
+    )
+    terms: Mapping[str, Any] = setting(
+        make=dict,
+        text="Change a term of the engine, as host_tp_step_us=0; repeatable.",
+        group=ENGINE,
+        flag="--term",
+        typed=list[str] | None,
+        parse=_terms,
+    )
+    p2p: bool | None = setting(
+        None,
+        "GPUs of a node reach each other directly; as the card's table says by default.",
+        group=ENGINE,
+        flag="--p2p/--no-p2p",
     )
     dtype: str = setting("auto", "Weights and activations; auto is the model's own.", group=ENGINE)
     kv_dtype: str = setting("auto", "Keys and values; auto is that of the weights.", group=ENGINE)

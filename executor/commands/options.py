@@ -33,6 +33,10 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="TOML with these flags, or a live run's config.json.", rich_help_panel=OUTPUT),
 ]
+Anyway = Annotated[
+    bool,
+    typer.Option("--anyway", help="Run a --config again although its inputs have changed.", rich_help_panel=OUTPUT),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON only.", rich_help_panel=OUTPUT)]
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
 ChunkSize = Annotated[

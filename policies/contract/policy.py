@@ -65,6 +65,13 @@ class Policy:
         """
         return 0
 
+    def plans_ahead(self, *, on_gpu: bool, stages: int, speculation: str = "") -> bool:
+        """Whether its system plans the next batch before the running one returns, on such an engine.
+
+        stages: of its pipeline. speculation: the method that drafts tokens (`ngram`, `eagle`, ...); empty for none.
+        """
+        return False
+
     @property
     def answers_together(self) -> bool:
         """Whether the requests of a batch end together, with the last of them, as request-level engines return them."""

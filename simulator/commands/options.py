@@ -18,6 +18,7 @@ from policies.edges.declared_settings import Flags, flags_of, settings_of, value
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import BUILT_IN, knobs_of, policy_class
+from profiler.operators.named_engines import load_engine
 from simulator.config import OUTPUT, POLICY, TRACE, ReplayConfig
 from simulator.errors import SimulationError
 from workloads.reading_options import ReadingOptions
@@ -57,6 +58,8 @@ Follow = Annotated[int | None, _option("--follow", "A request to follow through 
 ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
 Seeds = Annotated[
     int,
@@ -82,8 +85,11 @@ one_policy_flags = with_flags({**_POLICY, **CHOICES, **_REST})
 """The same with --policy, for a command that replays under one policy."""
 
 
-def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, ReadingOptions]:
-    """One config from flags, config file and defaults."""
+def collect(ctx: typer.Context, config_file: Path | None, anyway: bool) -> tuple[ReplayConfig, ReadingOptions]:
+    """One config from flags, config file and defaults.
+
+    anyway: take a run's config although it was made from files of other content, or by another version.
+    """
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
     knobs = {**knobs_of_file(from_file, SimulationError), **_knobs_given(ctx, from_file)}
@@ -91,11 +97,32 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
         knobs["async_scheduling"] = ctx.params["asynchronous"]
     if (chunk_size := flags.pop("chunk_size", None)) is not None:
         knobs["chunk_size"] = chunk_size
-    values = {**from_file, **flags, **values_of_flags(ReplayConfig, flags)}
+    given = values_of_flags(ReplayConfig, flags)
+    if "terms" in given:
+        given["terms"] = {**from_file.get("terms", {}), **given["terms"]}
+    values = {**from_file, **flags, **given}
     reading = settings_of(ReadingOptions)
     trace_options = ReadingOptions(**{name: value for name, value in values.items() if name in reading})
     rest = {name: value for name, value in values.items() if name not in reading}
-    return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
+    engine = load_engine(rest.get("engine", "none"))
+    for name, value in (("policy", engine.policy), ("block_size", engine.block_size)):
+        if value is not None and name not in rest and "policies" not in ctx.params:
+            rest[name] = value
+    config = ReplayConfig.from_dict({**rest, "knobs": knobs})
+    if config_file is not None and not anyway:
+        _refuse_other_inputs(ctx, config_file, config, trace_options)
+    return config, trace_options
+
+
+def _refuse_other_inputs(ctx: typer.Context, path: Path, config: ReplayConfig, options: ReadingOptions) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        trace = ctx.params.get("trace") or options.trace
+        settings = {**config.as_dict(), "trace": None if trace is None else str(Path(trace).resolve())}
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], SimulationError)
 
 
 def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +135,8 @@ def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, 
         names = ctx.params["policies"].split(",") if ctx.params["policies"] else BUILT_IN
         has = {knob for name in names for knob in knobs_of(policy_class(name.strip()))}
     elif "policy" in ctx.params:
-        name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", ctx.params["policy"])
+        default = load_engine(ctx.params.get("engine", "none")).policy or ctx.params["policy"]
+        name = ctx.params["policy"] if _given(ctx, "policy") else from_file.get("policy", default)
         has = set(knobs_of(policy_class(str(name))))
     chooses = "policies" in ctx.params or "policy" in ctx.params
     refuse_flags(ctx, knobs, has, SimulationError, beside=chooses)

@@ -280,18 +280,27 @@ def _estimate(plan: Plan, shape: BatchShape) -> Ns:
 
 def vllm_v1(plan: Plan, knobs: VllmV1) -> None:
     """vLLM's v1/core/sched/scheduler.py: running requests in order, each what it lacks; waiting ones if none was
-    preempted and the whole prompt would fit."""
+    preempted and the whole prompt would fit. scheduling=priority: the least urgent gives way, the most urgent is next;
+    a prompt that has to give way to itself ends the look at the running ones."""
     alone = plan.books.num_running + len(plan.waiting) == 1
     limit = NO_LIMIT if alone else knobs.long_prefill_token_threshold or NO_LIMIT
+    by_priority = knobs.scheduling == "priority"
+
+    def urgency(job: Job) -> tuple[int, Ns, int]:
+        return job.request.priority, job.request.arrival_ns, job.request.id
+
+    first_to_go = urgency if by_priority else None
     for group in plan.free():
         if group.jobs and group.decodes:
-            plan.decode(group, NO_LIMIT)
+            plan.decode(group, NO_LIMIT, first_to_go)
             continue
         for job in list(group.jobs):
             while job.order >= 0 and plan.left and not plan.run(job, limit):
-                plan.preempt()
+                plan.preempt(first_to_go)
+            if by_priority and job.order < 0:
+                return
     while plan.waiting and plan.left and not plan.victims:
-        job = plan.waiting[0]
+        job = min(plan.waiting, key=urgency) if by_priority else plan.waiting[0]
         if not plan.admit(job, min(job.known, limit), room_for=job.known if knobs.reserve_full else 0):
             break
 
