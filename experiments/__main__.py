@@ -16,6 +16,7 @@ COMMAND_MODULES = (
     "experiments.vllm.fidelity_command",  # fidelity
     "experiments.vllm.whole_engines_command",  # engines
     "experiments.coverage.command",  # coverage
+    "experiments.board.command",  # board
     "experiments.validation.command",  # validate
     "experiments.calibration.command",  # calibrate
     "experiments.papers.command",  # list, run, claims

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -24,7 +24,6 @@ from policies.edges.settings import LARGEST
 from policies.edges.user_code import MODULES, place_in_file
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
     from types import ModuleType
 
 BUILT_IN: Mapping[str, str] = {
@@ -69,10 +68,7 @@ class Knob:
 
 def policy_names() -> list[str]:
     """Built-in policies in the order of their history, then those of other packages."""
-    from importlib.metadata import entry_points
-
-    others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-    return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
+    return [*BUILT_IN, *names_of_others(ENTRY_POINT_GROUP, BUILT_IN)]
 
 
 def priorities_unused(name: str, knobs: Mapping[str, Any]) -> str:
@@ -94,11 +90,8 @@ def policy_class(name: str) -> type[Policy]:
     path, colon, cls = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _checked(class_from_file("policy", Path(path), cls), name)
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return _checked(loaded(point), name)
+    if (cls := class_of_another_package("policy", ENTRY_POINT_GROUP, name)) is not None:
+        return _checked(cls, name)
     if name.endswith(".py") and Path(name).is_file():
         raise PolicyError(f"policy: found the file {name}, expected one of its classes, as {name}:ClassName")
     near = difflib.get_close_matches(name, policy_names(), n=2)
@@ -198,10 +191,34 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-def loaded(point: EntryPoint) -> Any:
-    """The class of an entry point; its module is user code from now on."""
-    MODULES.add(point.module)
-    return point.load()
+def names_of_others(group: str, ours: Container[str]) -> list[str]:
+    """What other packages offer in a group of entry points, each name once, without those that are ours, sorted."""
+    from importlib.metadata import entry_points
+
+    return sorted({point.name for point in entry_points(group=group) if point.name not in ours})
+
+
+def class_of_another_package(kind: str, group: str, name: str) -> Any:
+    """What the entry point of that name stands for, None if there is none; its module is user code from now on.
+
+    PolicyError where two packages offer the name, or where the one that does cannot be imported.
+    """
+    from importlib.metadata import entry_points
+
+    # The same package may be found twice, in its checkout and installed.
+    points = {point.value: point for point in entry_points(group=group) if point.name == name}
+    if len(points) > 1:
+        raise PolicyError(
+            f"{kind}: found {name!r} in two packages ({' and '.join(sorted(points))}), expected one of that name; "
+            f"uninstall one, or name its class as path/to/file.py:ClassName"
+        )
+    for point in points.values():
+        MODULES.add(point.module)
+        try:
+            return point.load()
+        except Exception as error:
+            raise PolicyError(f"{kind} {name} ({point.value}): {type(error).__name__}: {error}") from error
+    return None
 
 
 def class_from_file(kind: str, path: Path, cls: str) -> Any:

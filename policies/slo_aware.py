@@ -102,7 +102,7 @@ class SloAware(Policy):
         if not draft.preempted:
             for key, waiting in queues.waiting_by_class.items():
                 late_before = now_ns - self._targets_ns(key[1])[0] if self.relegate else 0
-                classes.setdefault(key, []).extend(self._first_of(waiting, late_before))
+                classes.setdefault(key, []).extend(self._first_of(waiting, queues.in_front, late_before))
         tokens = max(1, tokens)
         ranked: list[tuple[int, Ns, int, Ns, Track]] = []
         for (priority, slo), tracks in classes.items():
@@ -127,17 +127,19 @@ class SloAware(Policy):
                 ahead = done
         return in_time + late
 
-    def _first_of(self, waiting: deque[Track], late_before: Ns) -> Iterator[Track]:
+    def _first_of(self, waiting: deque[Track], in_front: set[Track], late_before: Ns) -> Iterator[Track]:
         """Of the waiting requests of one class: the preempted, the first in time, and if these are few the first late.
 
-        Within a class the earliest arrival has the earliest deadline, so the late ones stand in front, and a search
-        finds where they end, however long the queue.
+        Within a class the earliest arrival has the earliest deadline. Behind those put in front, `waiting_by_class`
+        keeps a class sorted by arrival, so the late ones stand first there, and a search finds where they end, however
+        long the queue.
         """
         count, preempted = len(waiting), 0
-        while preempted < min(count, self.window) and waiting[preempted].preemptions:
-            yield waiting[preempted]
+        while preempted < count and waiting[preempted] in in_front:
+            if preempted < self.window:
+                yield waiting[preempted]
             preempted += 1
-        in_time = max(preempted, bisect_left(waiting, late_before, key=_arrival_ns))
+        in_time = bisect_left(waiting, late_before, preempted, key=_arrival_ns)
         end = min(count, in_time + self.window)
         for at in range(in_time, end):
             yield waiting[at]

@@ -19,6 +19,7 @@ from executor.machine.threads import set_threads
 from executor.serving.journal import Journal
 from executor.serving.notes import notes_of_live_run
 from policies.edges.command_line import knob_flags, refuse_flags, tell_notes, with_flags
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import knobs_of, policy_class
@@ -91,6 +92,7 @@ def replay_command(
     slo: o.Slo = None,
     out: o.Out = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
@@ -116,6 +118,11 @@ def replay_command(
 
         serve_if_not_rank_0()
     _refuse_early(settings, out)
+    # By names that mean the same from everywhere.
+    named = {**settings.as_dict(), "trace": reading.recorded(trace)["trace"], "model": _full_name(settings.model)}
+    if config is not None and not anyway:
+        _refuse_other_inputs(config, named)
+    inputs = digests_of(named)
     requests = reading.read(trace, settings.seed, limit=settings.limit)
     notes = tell_notes(notes_of_live_run(settings, requests))
     from executor.serving.replay import load_for, replay_live
@@ -140,6 +147,10 @@ def replay_command(
                 on_ended=journal.ended if journal is not None else None,
             )
     run.config["live"] = {**run.config["live"], **reading.recorded(trace)}
+    if changed := changed_inputs(inputs, digests_of(named)):
+        notes += tell_notes([f"inputs changed while the run went on: {', '.join(changed)}"])
+    run.config["inputs"] = inputs
+    run.config["live"]["model"] = named["model"]
     if out is not None:
         from metrics.run_folder.folder import replaced
 
@@ -299,6 +310,20 @@ def _config_file(path: Path) -> dict[str, Any]:
         raise ExecutorError(f"{path}: found no table of settings")
     told = partial(print, "note:", file=sys.stderr)
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
+
+
+def _full_name(name: str) -> str:
+    """A file or folder by its whole path, any other name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _refuse_other_inputs(path: Path, settings: Mapping[str, Any]) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], ExecutorError)
 
 
 def _print_run(run: Any, out: Path | None, as_json: bool, notes: list[str]) -> None:

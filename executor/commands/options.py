@@ -112,4 +112,5 @@ Warmup = Annotated[str | None, _option("--warmup", "Requests (100) or seconds (3
 Slo = Annotated[str | None, _option("--slo", "Objective, as ttft_p99=2,tbt_p99=0.2 (seconds).", _OUTPUT)]
 Out = Annotated[Path | None, _option("--out", "Folder for the run.", _OUTPUT)]
 ConfigFile = Annotated[Path | None, _option("--config", "TOML with these flags, or a live run's config.json.", _OUTPUT)]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", _OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", _OUTPUT)]

@@ -125,6 +125,7 @@ class BatchRig(LiveEngine):
             block_size=block_size,
             max_model_len=longest,
             by_id=True,
+            max_num_seqs=max(256, most_requests),
         )
         cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
         generator = torch.Generator(device=cache.pool.device).manual_seed(seed)
@@ -262,6 +263,11 @@ class BatchRig(LiveEngine):
         batch = self.scheduler.plan(self._admit())
         if batch is None:
             raise ExecutorError("a planned batch cannot be set up: nothing was granted")
+        if len(batch.shape.chunks) < len(wanted):
+            raise ExecutorError(
+                f"a planned batch cannot be set up: {len(wanted)} chunks were asked for beside {batch.shape.decodes} "
+                f"decodes, {len(batch.shape.chunks)} were granted (at most {self.scheduler.max_num_seqs} requests)"
+            )
         self._launch(batch, None)
         self._complete(self._flights.popleft())
         assert self._timing is not None

@@ -15,7 +15,8 @@ from policies.work.track import Track
 class Queues:
     """Read-only to policies.
 
-    waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
+    waiting: in the order in which requests came, those of in_front first (preempted, or with KV that was handed over).
+    prefill_tokens: prompt tokens (and tokens to recompute) not yet
     planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
     num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
     changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends, or blocks are freed.
@@ -33,6 +34,7 @@ class Queues:
         "changes",
         "decode_tokens_promised",
         "in_flight_batches",
+        "in_front",
         "in_host_memory",
         "num_running",
         "parts",
@@ -43,6 +45,7 @@ class Queues:
 
     def __init__(self, host: Host) -> None:
         self.waiting: deque[Track] = deque()
+        self.in_front: set[Track] = set()
         # Admission order: cohorts, and prompts half done. One list for all, in flight or not; whoever changes it calls
         # `parts_changed`.
         self.parts: list[Cohort | Track] = []
@@ -116,12 +119,17 @@ class Queues:
 
     @property
     def waiting_by_class(self) -> Mapping[tuple[int, str | None], deque[Track]]:
-        """`waiting` by (priority, SLO class), each in the same order: what a policy needs to find the next of a class
-        without looking through a long queue. Kept up to date from the first call on."""
+        """`waiting` by (priority, SLO class): what a policy needs to find the next of a class without looking through a
+        long queue. Kept up to date from the first call on.
+
+        In each class those who were put in front (`in_front`) come first, as in `waiting`; all others are sorted by
+        arrival, so that they can be searched. `waiting` itself is in the order in which requests came to this replica:
+        one that comes late, because another replica died or its prefix was fetched, stands at its end.
+        """
         if self._by_class is None:
             self._by_class = {}
             for track in self.waiting:
-                self._class_of(track).append(track)
+                self._put_in_class(track)
         return self._by_class
 
     @property
@@ -148,7 +156,7 @@ class Queues:
         self.waiting.append(track)
         self.changes += 1
         if self._by_class is not None:
-            self._class_of(track).append(track)
+            self._put_in_class(track)
         if self._by_priority is not None:
             self._line_up(track)
 
@@ -156,6 +164,7 @@ class Queues:
         """In front of all but those who hold blocks already, because their KV was handed over: these need no more room,
         and would only keep it from others."""
         self.changes += 1
+        self.in_front.add(track)
         _put_in(self.waiting, track)
         if self._by_class is not None:
             _put_in(self._class_of(track), track)
@@ -164,6 +173,7 @@ class Queues:
 
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
+        self.in_front.discard(track)
         self.changes += 1
         if self._by_class is not None:
             of_class = self._class_of(track)
@@ -190,6 +200,16 @@ class Queues:
         heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, self._lined_up, track))
         self._in_line.add(track)
 
+    def _put_in_class(self, track: Track) -> None:
+        """Behind all of its class that arrived before; nearly always that is at the end."""
+        queue = self._class_of(track)
+        at = len(queue)
+        if track not in self.in_front:
+            arrival_ns = track.request.arrival_ns
+            while at and queue[at - 1] not in self.in_front and queue[at - 1].request.arrival_ns > arrival_ns:
+                at -= 1
+        queue.insert(at, track)
+
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None
         return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
@@ -208,7 +228,8 @@ def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
         return
-    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
+    # Nearly all stand in order of arrival: looked up, not compared one by one. Whoever was put in front, or came late
+    # from another replica, is not found that way and is looked for below.
     arrival_ns = track.request.arrival_ns
     at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
     for near in range(at, min(at + 64, len(queue))):

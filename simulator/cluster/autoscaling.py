@@ -35,7 +35,7 @@ class Autoscaling:
 
     pool: int = knob(0, "number of the pool", least=0)
     least: int = knob(1, "fewest replicas", least=1)
-    most: int = knob(8, "most replicas, starting ones included", least=1)
+    most: int = knob(8, "most replicas, those that start or come back included", least=1)
     by: str = knob("queue", "grow by queue depth, or by missing the objective", choices=("queue", "slo"))
     interval_s: float = knob(10.0, "seconds between two looks", least=0.001)
     startup_s: float = knob(60.0, "seconds from order to first request", least=0)
@@ -100,7 +100,7 @@ class Autoscaler:
         if cluster.ended >= cluster.expected:
             return
         members = cluster.members(scaling.pool)
-        count = len(members) + self.starting
+        count = len(members) + self.starting + cluster.returning[scaling.pool]
         waiting = sum(member.num_waiting for member in members) + cluster.num_stranded
         wanted = max(scaling.least, count)
         if scaling.by == "queue":

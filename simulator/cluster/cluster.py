@@ -43,6 +43,7 @@ class Cluster:
 
     expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
     replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
+    returning: those of them that have died and come back.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Cluster:
         self.ended = 0
         self._last_end_ns = 0
         self.coming = [0] * len(plan.pools)
+        self.returning = [0] * len(plan.pools)
         self.replicas: list[Replica] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
@@ -343,8 +345,7 @@ class Cluster:
             return
         life = self._life(replica)
         life.down_ns, life.reason = self.env.now, reason
-        if self.store is not None:
-            self.store.lose(replica)
+        cut_off = self.store.lose(replica) if self.store is not None else []
         homeless: list[Journey] = []
         go_elsewhere: Callable[[], None] | None = None
         if self._kv is not None:
@@ -366,6 +367,8 @@ class Cluster:
                 self._place(journey.request, journey.output_tokens, journey.produced)
             else:
                 self.end_journey(journey, replica.number, "failed", reason)
+        for go_on in cut_off:
+            go_on()
 
     def restore(self, replica: Replica) -> None:
         """A replica that died is back, empty."""
@@ -418,6 +421,9 @@ class Cluster:
         if replica in self._draining and not scheduler.tracks and not scheduler.handover.held:
             self._draining.remove(replica)
             self._life(replica).down_ns = replica.busy_until_ns
+            if self.store is not None:  # its host's memory goes with it
+                for go_on in self.store.lose(replica):
+                    go_on()
 
     def _life(self, replica: Replica) -> Life:
         return next(life for life in reversed(self.lives) if life.replica == replica.number)

@@ -124,6 +124,7 @@ Follow = Annotated[int | None, _option("--follow", "A request to follow through 
 ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
+Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
 Seeds = Annotated[
     int,
@@ -182,8 +183,11 @@ replay_flags = with_flags(SHARED)
 """Gives a command, written as f(ctx, its own flags, **shared), the flags of SHARED."""
 
 
-def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, ReadingOptions]:
-    """One config from flags, config file and defaults."""
+def collect(ctx: typer.Context, config_file: Path | None, anyway: bool) -> tuple[ReplayConfig, ReadingOptions]:
+    """One config from flags, config file and defaults.
+
+    anyway: take a run's config although it was made from files of other content, or by another version.
+    """
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
     knobs = {**knobs_of_file(from_file, SimulationError), **_knobs_given(ctx, from_file)}
@@ -205,7 +209,21 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     for name, value in (("policy", engine.policy), ("block_size", engine.block_size)):
         if value is not None and name not in rest and "policies" not in ctx.params:
             rest[name] = value
-    return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
+    config = ReplayConfig.from_dict({**rest, "knobs": knobs})
+    if config_file is not None and not anyway:
+        _refuse_other_inputs(ctx, config_file, config, trace_options)
+    return config, trace_options
+
+
+def _refuse_other_inputs(ctx: typer.Context, path: Path, config: ReplayConfig, options: ReadingOptions) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        trace = ctx.params.get("trace") or options.trace
+        settings = {**config.as_dict(), "trace": None if trace is None else str(Path(trace).resolve())}
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], SimulationError)
 
 
 def _knobs_given(ctx: typer.Context, from_file: Mapping[str, Any]) -> dict[str, str]:

@@ -74,6 +74,7 @@ class LeapingReplica(PlainReplica):
 
     def _steps_done(self, ends_ns: list[Ns]) -> int:
         """Iterations of a leap that are complete; one that ends this very moment is if a later engine has its turn."""
+        # Each iteration lasts, so their ends are sorted.
         ahead, now = self._ahead, self.now_ns
         if ahead is not None and ahead.turn_ns == now and ahead.turn > self.number:
             return bisect_right(ends_ns, now)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
+from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
@@ -173,14 +174,14 @@ def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
-    name, changed_ns = config.cost_model, 0
-    if name not in ("auto", "roofline") and (file := Path(name)).exists():
-        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+    name, content = config.cost_model, ""
+    if name not in ("auto", "roofline") and (file := Path(name)).is_file():
+        name, content = str(file.resolve()), digest_of(name)
     return _shared_cost(
         model,
         gpu,
         name,
-        changed_ns,
+        content,
         config.dtype,
         config.kv_dtype,
         tp,
@@ -197,7 +198,7 @@ def _shared_cost(
     model: ModelSpec,
     gpu: Hardware,
     cost_model: str,
-    changed_ns: int,
+    content: str,
     dtype: str,
     kv_dtype: str,
     tp: int,
@@ -209,7 +210,7 @@ def _shared_cost(
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
-    changed_ns: when the file that it is read from was written.
+    content: digest of the files that it is read from.
     """
     options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(

@@ -131,6 +131,8 @@ def least(replicas: Sequence[View], load: Callable[[View], Any], among: Sequence
     return min(replicas if among is None else [replicas[at] for at in among], key=load)
 
 
+# Replicas are handed to routers in order of their numbers: the cluster sorts them whenever one opens, and takes some
+# out without moving the others. Whoever searches by number relies on that.
 _number = attrgetter("number")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,8 +101,16 @@ def why_not_fed(live: RunTables) -> str:
     return ""
 
 
-def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
-    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate.
+def model_of_run(config: Mapping[str, Any]) -> str:
+    """What was asked for when the run began, as a folder, which says more than the short name that was served."""
+    live = config.get("live")
+    asked = str(live.get("model") or "") if isinstance(live, Mapping) else ""
+    return asked if Path(asked).is_dir() else str(config["model"])
+
+
+def feed(live: RunTables, trace: Trace, model: CostModel, spec: str | None = None) -> Fed:
+    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate. spec: the
+    served model, as the simulator takes it, where the run's own name for it does not lead to it.
 
     Raises ExperimentError for a closed loop: its arrivals follow from answers, which are given at recorded moments.
     """
@@ -119,7 +128,7 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
     replay = ReplayConfig(
         policy=str(config["policy"]),
         knobs=_knobs(config),
-        model=str(config["model"]),
+        model=spec or model_of_run(config),
         leaps=False,
         token_budget=config["token_budget"],
         max_num_seqs=config["max_num_seqs"],

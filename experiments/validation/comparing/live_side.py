@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy with its knobs, as written: `chunked` or `chunked:chunk_size=256`."""
+    """A policy with its knobs, as written: `chunked`, `chunked:chunk_size=256`, `file.py:Class:knob=value`."""
 
     label: str
     name: str
@@ -33,6 +33,8 @@ class PolicyChoice:
         from policies import make_policy
 
         name, *settings = text.strip().split(":")
+        if name.endswith(".py") and settings and "=" not in settings[0]:
+            name = f"{name}:{settings.pop(0)}"
         knobs = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
