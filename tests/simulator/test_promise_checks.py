@@ -103,7 +103,9 @@ def test_a_false_promise_ends_the_run_by_name(pp):
 
 
 def test_a_false_promise_of_chunks_ends_the_run_by_name():
-    with pytest.raises(SimulationError, match="policy Halving does not keep its promise 'chunks'.*a chunk of 64 on 64"):
+    with pytest.raises(
+        SimulationError, match=r"policy Halving does not keep its promise 'chunks'.*a chunk of 64 on 64"
+    ):
         run(Halving(), [(0, 1000, 2)])
 
 
