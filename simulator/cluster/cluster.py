@@ -22,6 +22,7 @@ from simulator.cluster.failures import parse_failures, schedule_failures
 from simulator.cluster.journeys import Journey, Life
 from simulator.cluster.kv_transfer import Disaggregation
 from simulator.cluster.pools import ClusterPlan
+from simulator.cluster.router_checks import RouterChecks
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
@@ -95,7 +96,7 @@ class Cluster:
         from simulator.cluster.in_own_time import Fleet
 
         assert isinstance(self.env, VirtualTime)
-        self.fleet = Fleet(self.env, self.replicas, self._up)
+        self.fleet = Fleet(self.env, self.replicas, self._up, RouterChecks.of(self.router))
         return self.fleet
 
     # Requests come and go
