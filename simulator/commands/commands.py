@@ -51,11 +51,10 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
-@o.replay_flags
+@o.one_policy_flags
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
-    policy: o.Policy = "chunked",
     runs: o.Runs = 0,
     out: o.Out = None,
     figures: o.Figures = False,
