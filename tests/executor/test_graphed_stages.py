@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -70,10 +70,10 @@ def gathered(everyone: list[Tensor], ours: Tensor) -> None:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: summed(x))
     monkeypatch.setattr(dist, "all_gather", lambda everyone, ours, group: gathered(everyone, ours))
-    yield MEETING
+    return MEETING
 
 
 def stage(layout: Layout, rank: int) -> StageModel:
