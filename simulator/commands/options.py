@@ -140,6 +140,12 @@ Reference = Annotated[
 ]
 
 
+CheckedName = Annotated[
+    str, typer.Argument(help="path/to/file.py:ClassName of a policy or router, or a registered name; knobs are flags.")
+]
+CheckedTrace = Annotated[Path | None, typer.Argument(help="A trace of yours, checked in addition to generated ones.")]
+CheckSeconds = Annotated[float, typer.Option("--seconds", help="How long at most.", min=1.0, max=3600.0)]
+CheckSeed = Annotated[int, typer.Option("--seed", help="Of the first generated trace.", min=0, max=2**62)]
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
 
 SHARED: dict[str, tuple[Any, Any]] = {
