@@ -41,7 +41,11 @@ class SloAware(Policy):
     ttft_s: float = knob(2.0, "TTFT target where `classes` names none, seconds", least=0)
     tbt_s: float = knob(0.2, "TBT target where `classes` names none, seconds", least=0)
     relegate: bool = knob(True, "serve requests that are late already only with what the others leave")
-    window: int = knob(16, "waiting requests compared per priority and SLO class, earliest deadlines first", least=1)
+    window: int = knob(
+        16,
+        "waiting requests compared per priority and SLO class with targets of its own, earliest deadlines first",
+        least=1,
+    )
 
     promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = "after Niyama (arXiv 2503.22562): slack, chunks sized by time, relegation"
@@ -96,11 +100,14 @@ class SloAware(Policy):
 
         Late is who would be: one iteration prefills `tokens`, and whoever is more urgent goes first.
         """
+        # Classes without targets of their own share deadlines, and so a queue.
+        named = parse_classes(self.classes)
         classes: dict[tuple[int, str | None], list[Track]] = {}
         for track in queues.partial:
-            classes.setdefault((track.request.priority, track.request.slo), []).append(track)
+            slo = track.request.slo
+            classes.setdefault((track.request.priority, slo if slo in named else None), []).append(track)
         if not draft.preempted:
-            for key, waiting in queues.waiting_by_class.items():
+            for key, waiting in queues.waiting_by(named).items():
                 late_before = now_ns - self._targets_ns(key[1])[0] if self.relegate else 0
                 classes.setdefault(key, []).extend(self._first_of(waiting, queues.in_front, late_before))
         tokens = max(1, tokens)

@@ -6,6 +6,7 @@ is handed over to a decode replica, or its replica died) gets a journey, which a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -406,8 +407,7 @@ class Cluster:
         if self._kv is not None and life.role == "decode":
             self._kv.open(replica)
             return
-        self._up.append(replica)
-        self._up.sort(key=_by_number)
+        insort(self._up, replica, key=_by_number)
         if self.fleet is not None:
             self.fleet.joined(replica)
         stranded, self._stranded = self._stranded, {}

@@ -52,11 +52,10 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
-@o.replay_flags
+@o.one_policy_flags
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
-    policy: o.Policy = "chunked",
     runs: o.Runs = 0,
     out: o.Out = None,
     figures: o.Figures = False,
@@ -178,8 +177,8 @@ def check_command(
     trace: o.CheckedTrace = None,
     seconds: o.CheckSeconds = 40.0,
     seed: o.CheckSeed = 0,
-    model: o.Model = "llama-3.1-8b",
-    gpu: o.Gpu = "h100",
+    model: o.CheckModel = "llama-3.1-8b",
+    gpu: o.CheckGpu = "h100",
     as_json: o.Json = False,
 ) -> None:
     """Check a policy or router of your own: its contract in both worlds, its promises, and a verdict."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,7 +46,7 @@ class Check:
     failure: str = ""
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """What was found; the message says all."""
 
 
@@ -84,6 +85,8 @@ def is_router(name: str) -> bool:
 class _Checks:
     """The checks of one class, in order."""
 
+    config: ReplayConfig
+
     def __init__(self, *names: str) -> None:
         self.all = [Check(name) for name in names]
 
@@ -98,7 +101,7 @@ class _Checks:
             return
         try:
             does()
-        except (Broken, PolicyError, SimulationError) as error:
+        except (BrokenError, PolicyError, SimulationError) as error:
             check.failure = f"{what}: {error}"
         except Exception as error:
             place = place_in_user_code(error)
@@ -110,7 +113,18 @@ class _Checks:
         raise NotImplementedError
 
     def own_trace(self, trace: Trace, until: float) -> None:
-        raise NotImplementedError
+        """The last check: ever more requests of the user's own trace, with repeated plans and without."""
+        config = replace(self.config, limit=None)
+
+        def compare(part: Trace) -> None:
+            _same(_play(part, config, None), _play(part, replace(config, leaps=False), None))
+
+        for count in _growing(len(trace)):
+            begun = time.monotonic()
+            self.run(len(self.all) - 1, f"first {count:,} requests", partial(compare, trace.head(count)))
+            now = time.monotonic()
+            if self.failed or now + 4 * (now - begun) > until:
+                break
 
 
 class _PolicyChecks(_Checks):
@@ -139,16 +153,6 @@ class _PolicyChecks(_Checks):
             self.run(2, what, lambda: _same(tables[0], _play(trace, config, self.policy)))
         self.run(3, what, lambda: _serve_twice(trace, config, self.policy))
 
-    def own_trace(self, trace: Trace, until: float) -> None:
-        for count in _growing(len(trace)):
-            begun = time.monotonic()
-            part, config = trace.head(count), replace(self.config, limit=None)
-            what = f"first {count:,} requests"
-            self.run(4, what, lambda: _same(_play(part, config, None), _play(part, replace(config, leaps=False), None)))
-            took = time.monotonic() - begun
-            if self.failed or time.monotonic() + 4 * took > until:
-                break
-
 
 class _RouterChecks(_Checks):
     def __init__(self, name: str, config: ReplayConfig) -> None:
@@ -171,15 +175,6 @@ class _RouterChecks(_Checks):
         if tables:
             self.run(1, what, lambda: _same(tables[0], _play(trace, replace(config, leaps=False), None)))
             self.run(2, what, lambda: _same(tables[0], _play(trace, config, None)))
-
-    def own_trace(self, trace: Trace, until: float) -> None:
-        for count in _growing(len(trace)):
-            begun = time.monotonic()
-            part, config = trace.head(count), replace(self.config, limit=None)
-            what = f"first {count:,} requests"
-            self.run(3, what, lambda: _same(_play(part, config, None), _play(part, replace(config, leaps=False), None)))
-            if self.failed or time.monotonic() + 4 * (time.monotonic() - begun) > until:
-                break
 
 
 # Traces and settings
@@ -267,7 +262,7 @@ def _books_are_empty(scheduler: Scheduler) -> None:
     }
     for what, count in left.items():
         if count:
-            raise Broken(f"{count} {what} after the last request has ended")
+            raise BrokenError(f"{count} {what} after the last request has ended")
 
 
 def _answers_are_whole(trace: Trace, tables: RunTables) -> None:
@@ -279,7 +274,7 @@ def _answers_are_whole(trace: Trace, tables: RunTables) -> None:
     names = ("request", "status", "output_tokens")
     for request, status, tokens in zip(*(tables.column("requests", name).tolist() for name in names)):
         if status == "finished" and not tokens == received.get(request) == int(trace.output_tokens[request]):
-            raise Broken(
+            raise BrokenError(
                 f"request {request} finished with {tokens} tokens ({received.get(request, 0)} of them have a time), "
                 f"expected {trace.output_tokens[request]}"
             )
@@ -295,10 +290,10 @@ def _same(first: RunTables, second: RunTables) -> None:
         columns = list(first.table(table).column_names)
         a, b = (rows[at] if at < len(rows) else None for rows in (one, other))
         if a is None or b is None:
-            raise Broken(f"table {table}: {len(one)} rows with repeated plans, {len(other)} without")
+            raise BrokenError(f"table {table}: {len(one)} rows with repeated plans, {len(other)} without")
         differ = [f"{name} {x} and {y}" for name, x, y in zip(columns, a, b) if x != y]
         place = ", ".join(f"{name} {x}" for name, x in zip(columns[:2], a))
-        raise Broken(f"table {table}, {place}: {'; '.join(differ[:3])}")
+        raise BrokenError(f"table {table}, {place}: {'; '.join(differ[:3])}")
 
 
 def _rows(run: RunTables, table: str) -> list[tuple[str, ...]]:
@@ -320,7 +315,7 @@ def _serve_twice(trace: Trace, config: ReplayConfig, policy: Policy) -> None:
     if logs[0] != logs[1]:
         at = next((at for at, pair in enumerate(zip(*logs)) if pair[0] != pair[1]), min(map(len, logs)))
         found = [log[at] if at < len(log) else "nothing" for log in logs]
-        raise Broken(f"batch {at} is {found[0]} with block ids and {found[1]} where blocks are counted")
+        raise BrokenError(f"batch {at} is {found[0]} with block ids and {found[1]} where blocks are counted")
 
 
 def _serve(trace: Trace, config: ReplayConfig, policy: Policy, *, by_id: bool) -> list[tuple[Any, ...]]:
@@ -354,16 +349,16 @@ def _serve(trace: Trace, config: ReplayConfig, policy: Policy, *, by_id: bool) -
             continue
         log.append((batch.shape, [track.request.id for track in _members(batch)]))
         if len(log) > MOST_BATCHES:
-            raise Broken(f"{MOST_BATCHES:,} batches, and {len(scheduler.tracks)} requests have not ended")
+            raise BrokenError(f"{MOST_BATCHES:,} batches, and {len(scheduler.tracks)} requests have not ended")
         now += LIVE_STEP_NS
         sampled = [track for track in _members(batch) if stops.get(track.request.id, -1) == track.delivered + 1]
         ended = [track.request.id for track in sampled]
         scheduler.complete(batch, now, [row for row in ended if row in scheduler.tracks])
         if scheduler.ledger.free_blocks < 0:
-            raise Broken(f"after batch {len(log) - 1} there are {scheduler.ledger.free_blocks} free blocks")
+            raise BrokenError(f"after batch {len(log) - 1} there are {scheduler.ledger.free_blocks} free blocks")
     _books_are_empty(scheduler)
     if getattr(policy, "__dict__", {}) != knobs:
-        raise Broken("the policy changed itself; what it remembers belongs into a state (policies.StatefulPolicy)")
+        raise BrokenError("the policy changed itself; what it remembers belongs into a state (policies.StatefulPolicy)")
     return log
 
 
@@ -384,6 +379,6 @@ def _next_moment(scheduler: Scheduler, trace: Trace, coming: deque[int], now: in
         return now
     if not moments:
         if scheduler.tracks:
-            raise Broken(f"nothing is planned, and {len(scheduler.tracks)} requests have not ended")
+            raise BrokenError(f"nothing is planned, and {len(scheduler.tracks)} requests have not ended")
         return now
     return max(now, min(moments))
