@@ -61,7 +61,7 @@ def check_user_code(
     until = time.monotonic() + seconds
     rounds = until if trace is None else until - seconds / 3
     if is_router(name):
-        checks = _RouterChecks(name, config)
+        checks: _Checks = _RouterChecks(name, config)
     else:
         checks = _PolicyChecks(name, config)
     for number in range(first_seed, first_seed + ROUNDS):
