@@ -17,6 +17,7 @@ COMMAND_MODULES = (
     "experiments.vllm.whole_engines_command",  # engines
     "experiments.calibration.from_outside_command",  # calibrate-engine
     "experiments.coverage.command",  # coverage
+    "experiments.board.command",  # board
     "experiments.validation.command",  # validate
     "experiments.calibration.command",  # calibrate
     "experiments.papers.command",  # list, run, claims

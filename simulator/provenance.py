@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from metrics.run_folder.folder import versions_of
 from policies import knobs_of
 from policies.contract.draft import UNLIMITED
+from policies.edges.input_digests import digests_of
 from profiler import load_hardware, load_model_spec
 from simulator.replica.attention_ffn_apart import make_apart
 from workloads import Trace
@@ -41,6 +42,7 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),
         "trace": trace.facts(),
+        "inputs": digests_of(config.as_dict()),
         "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
         "seed": config.seed,
         "versions": versions_of(PACKAGES),
@@ -64,6 +66,7 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "engine": engine.named.facts(),
         "tp": config.tp,
         "pp": config.pp,
+        "ahead": engine.ahead,
         "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),

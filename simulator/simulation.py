@@ -137,6 +137,8 @@ def simulate(
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
+    policies = [pool.engine.policy for pool in plan.pools]
+    knobs = [dict(getattr(policy, "__dict__", {})) for policy in policies]
     cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
     arrivals = Arrivals(env, trace, cluster.give_up, front)
     if progress is None:
@@ -158,6 +160,12 @@ def simulate(
             "a time or a count is beyond 2^63 (ns, tokens or blocks), which no table holds: found costs, memory or "
             "lengths that no machine has"
         ) from error
+    for policy, before in zip(policies, knobs):
+        if getattr(policy, "__dict__", {}) != before:
+            raise SimulationError(
+                f"policy {type(policy).__name__} changed itself during the run; what a policy remembers belongs into a "
+                "state (policies.StatefulPolicy), which every replica and draw gets anew"
+            )
     if cluster.ended != total:
         left = total - cluster.ended
         raise SimulationError(f"{left} requests never ended: the policy left them waiting{_who(cluster)}")

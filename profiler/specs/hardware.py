@@ -33,6 +33,7 @@ class Hardware:
     network_bandwidth: the same between nodes, per GPU; None where no usual node has one.
     cache_bytes: of the second-level cache that all processors share; None where it is not known.
     host_bandwidth: the same to the host's memory, per GPU; None where it is not known.
+    processor: "gpu", or "cpu" for the processor of a host, on which engines do not plan ahead of the running batch.
     p2p: whether GPUs of a node reach each other's memory directly; a property of the node (driver, IOMMU, ACS), which
     the table assumes by card. Without it all bytes between GPUs go through the host's memory.
     sustained_share: of peak FLOPs that dense products keep up for seconds; None where no run told.
@@ -53,6 +54,7 @@ class Hardware:
     host_bandwidth: float | None = None
     power_w: float | None = None
     cache_bytes: int | None = None
+    processor: str = "gpu"
     p2p: bool = True
     sustained_share: float | None = None
     kernels_of: str = ""
@@ -74,6 +76,8 @@ class Hardware:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected a number above 0")
             if value > MOST:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected at most {MOST:.0e}")
+        if self.processor not in ("gpu", "cpu"):
+            raise ProfileError(f"gpu {self.name}: processor: found {self.processor!r}, expected gpu or cpu")
         if self.sustained_share is not None and not 0 < self.sustained_share <= 1:
             raise ProfileError(f"gpu {self.name}: sustained_share: found {self.sustained_share!r}, expected 0 to 1")
         for key in ("memory_bytes", "sms"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
+from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
@@ -58,6 +59,12 @@ class Engine:
         """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
         return make_apart(self.config.afd).attention if self.config.afd else self.devices
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the next batch is planned before the running one returns."""
+        on_gpu = load_hardware(self.config.gpu).processor == "gpu"
+        return self.policy.plans_ahead(on_gpu=on_gpu, stages=self.config.pp)
+
     def scheduler(self) -> Scheduler:
         """A fresh scheduler for one replica."""
         config = self.config
@@ -74,6 +81,7 @@ class Engine:
             chase_chunks=config.chase_chunks,
             tile=self.cost.tile,
             estimator=self.estimate_ns,
+            ahead=self.ahead,
             prefix_caching=config.prefix_caching,
             swap=self.memory.swap(),
             admission=self.memory.admission(),
@@ -166,14 +174,14 @@ def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
-    name, changed_ns = config.cost_model, 0
-    if name not in ("auto", "roofline") and (file := Path(name)).exists():
-        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+    name, content = config.cost_model, ""
+    if name not in ("auto", "roofline") and (file := Path(name)).is_file():
+        name, content = str(file.resolve()), digest_of(name)
     return _shared_cost(
         model,
         gpu,
         name,
-        changed_ns,
+        content,
         config.dtype,
         config.kv_dtype,
         tp,
@@ -190,7 +198,7 @@ def _shared_cost(
     model: ModelSpec,
     gpu: Hardware,
     cost_model: str,
-    changed_ns: int,
+    content: str,
     dtype: str,
     kv_dtype: str,
     tp: int,
@@ -202,7 +210,7 @@ def _shared_cost(
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
-    changed_ns: when the file that it is read from was written.
+    content: digest of the files that it is read from.
     """
     options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(
