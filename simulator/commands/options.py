@@ -59,7 +59,6 @@ ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
 Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
-Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
 Seeds = Annotated[
     int,

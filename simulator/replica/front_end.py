@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +127,7 @@ class _Deliveries:
         return np.where(known, ns / 1e9, np.nan)
 
 
-def _with_column(table, name, values):  # type: ignore[no-untyped-def]
+def _with_column(table: Any, name: str, values: Any) -> Any:
     """A pyarrow table with one column of float64 replaced."""
     import pyarrow as pa
 
