@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from policies import Ns
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from metrics import RunTables
     from profiler.operators.engine_terms import EngineTerms
     from workloads import Trace

@@ -162,7 +162,7 @@ def _guidellm(file: Path, content: Mapping[str, Any], error: type[InputError]) -
         where = f"{file}, request {number + 1}"
         timings = _within(where, _within(where, entry, "info", error), "timings", error)
         keys = ("request_start", "first_token_iteration", "last_token_iteration", "request_end")
-        times = {key: timings.get(key) for key in keys}
+        times: dict[str, Any] = {key: timings.get(key) for key in keys}
         for key, value in times.items():
             check_value(f"{where}: {key}", value, (float,), error)
         prompt, output = entry.get("prompt_tokens"), entry.get("output_tokens")
