@@ -131,7 +131,7 @@ class _Deliveries:
 
 def _with_column(table: Any, name: str, values: Any) -> Any:
     """A pyarrow table with one column of float64 replaced."""
-    import pyarrow as pa
+    from pyarrow import array, float64
 
     index = table.schema.get_field_index(name)
-    return table.set_column(index, table.schema.field(index), pa.array(values, pa.float64()))
+    return table.set_column(index, table.schema.field(index), array(values, float64()))
