@@ -129,7 +129,7 @@ class _Deliveries:
         return np.where(known, ns / 1e9, np.nan)
 
 
-def _with_column(table: Any, name: str, values: Any) -> Any:
+def _with_column(table: pa.Table, name: str, values: NDArray[np.float64]) -> pa.Table:
     """A pyarrow table with one column of float64 replaced."""
     from pyarrow import array, float64
 
