@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from policies import Ns
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from metrics import RunTables
     from profiler.operators.engine_terms import EngineTerms
     from workloads import Trace
@@ -127,9 +129,9 @@ class _Deliveries:
         return np.where(known, ns / 1e9, np.nan)
 
 
-def _with_column(table: Any, name: str, values: Any) -> Any:
+def _with_column(table: pa.Table, name: str, values: NDArray[np.float64]) -> pa.Table:
     """A pyarrow table with one column of float64 replaced."""
-    import pyarrow as pa
+    from pyarrow import array, float64
 
     index = table.schema.get_field_index(name)
-    return table.set_column(index, table.schema.field(index), pa.array(values, pa.float64()))
+    return table.set_column(index, table.schema.field(index), array(values, float64()))
