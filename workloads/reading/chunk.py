@@ -47,7 +47,9 @@ class Table(Protocol):
     kind: str
     path: str
     names: list[str]
-    late_names: Collection[str]
+
+    @property
+    def late_names(self) -> Collection[str]: ...
 
     def chunks(self, wanted: Sequence[str]) -> Iterator[Chunk]:
         """All rows, in order, with the wanted columns."""
