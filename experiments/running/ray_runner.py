@@ -35,7 +35,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            raise ExperimentError("--engine ray: Ray is not installed; pip install 'charioteer[ray]'") from None
+            raise ExperimentError("--engine ray: Ray is not installed: pip install ray") from None
         modules = [str(project_root() / name) for name in sorted(PACKAGES) if (project_root() / name).is_dir()]
         environment = {"py_modules": modules, "env_vars": {"OMP_NUM_THREADS": "1"}}
         if address == "local" and (too_late or _version(ray.__version__) < FIRST_WITH_TOKENS):

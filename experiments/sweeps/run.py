@@ -84,7 +84,7 @@ def _proposals(spec: SweepSpec, folder: SweepFolder) -> Iterator[dict[int, Value
     try:
         import optuna
     except ImportError:
-        raise ExperimentError("method optuna: Optuna is not installed; pip install 'charioteer[ray]'") from None
+        raise ExperimentError("method optuna: Optuna is not installed: pip install optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=spec.seed, n_startup_trials=max(10, spec.batch))
     study = optuna.create_study(direction=spec.direction, sampler=sampler)
