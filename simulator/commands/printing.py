@@ -84,6 +84,7 @@ def say_costs(console: Any, summaries: Sequence[Mapping[str, Any]]) -> None:
 def print_advice(advice: Advice, out: Path | None) -> None:
     """The settings that were tried, the one to use and why, and the flags that make vLLM do the same."""
     from metrics.drawing.text_tables import comparison_table
+    from profiler.operators.named_engines import NONE, engine_flags, load_engine
 
     console = wide_console()
     tried = {candidate.label: candidate.summary for candidate in advice.tried}
@@ -93,10 +94,14 @@ def print_advice(advice: Advice, out: Path | None) -> None:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
     summaries = list(tried.values())
     say_costs(console, summaries)
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
+    engine = load_engine(advice.config.engine)
+    keys = {"max_num_batched_tokens": "token_budget", "gpu_memory_utilization": "memory"}
+    keys |= {"long_prefill_token_threshold": "long_prefill"}
+    flags = engine_flags(engine.name, {keys.get(name, name): value for name, value in advice.vllm_flags.items()})
+    served = "vLLM" if engine.name == NONE else engine.name
     console.print(
-        f"with vLLM, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests ran "
-        f"at once: {flags}",
+        f"with {served}, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests "
+        f"ran at once: {flags}",
         highlight=False,
         soft_wrap=True,
     )
