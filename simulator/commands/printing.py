@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from simulator.config import ReplayConfig
     from simulator.simulation import Run
     from simulator.studies.advise import Advice
+    from simulator.studies.check_user_code import Check
     from workloads import Trace
 
 
@@ -271,3 +272,21 @@ def say_draw(number: int, policy: str) -> None:
 def say_trying(label: str) -> None:
     if sys.stderr.isatty():
         print(f"trying {label}", file=sys.stderr)
+
+
+def print_checks(name: str, checks: list[Check], as_json: bool) -> None:
+    """What was checked, how often it held, and the verdict."""
+    failed = next((check for check in checks if check.failure), None)
+    if as_json:
+        rows = [{"check": check.name, "runs": check.runs, "failure": check.failure} for check in checks]
+        print(json.dumps({"name": name, "holds": failed is None, "checks": rows}, indent=2))
+        return
+    for check in checks:
+        if check.failure:
+            print(f"FAIL  {check.name}\n      {check.failure}")
+        else:
+            print(f"{'ok  ' if check.runs else '-   '}  {check.name}" + (f": {check.runs} runs" if check.runs else ""))
+    if failed is None:
+        print(f"{name}: nothing found")
+    else:
+        print(f"{name}: does not hold")
