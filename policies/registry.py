@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from policies.contract.policy import Policy
+from policies.contract.policy import Policy, StatefulPolicy
 from policies.edges.errors import PolicyError
 from policies.edges.settings import LARGEST
 from policies.edges.user_code import MODULES, place_in_file
@@ -39,6 +39,14 @@ BUILT_IN: Mapping[str, str] = {
 }
 
 ENTRY_POINT_GROUP = "charioteer.policies"
+
+OLD_PROMISES = {
+    "repeats": "decodes",
+    "repeats_chunks": "chunks",
+    "repeats_in_pipelines": "micro_batches",
+    "keeps_running": "keeps_running",
+}
+"""How promises were stated before they were one object."""
 
 LONGEST_S, LARGEST_FLOAT = 1e9, 1e18
 """Most seconds, which in nanoseconds still fit 64 bits, and the largest of any other number, that a knob may be."""
@@ -246,17 +254,33 @@ def _checked(cls: Any, name: str) -> type[Policy]:
         raise PolicyError(f"policy {name}: expected a frozen dataclass with a plan() method")
     if not issubclass(cls, Policy):
         raise PolicyError(f"policy {name}: expected a subclass of policies.Policy")
-    if cls.plan is Policy.plan:
+    if cls.plan in (Policy.plan, StatefulPolicy.plan):
         raise PolicyError(f"policy {name}: {cls.__name__} has no plan(): a policy defines one")
+    if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise PolicyError(
+            f"policy {name}: {cls.__name__} may change; expected @dataclass(frozen=True), and what it remembers in a "
+            "state (policies.StatefulPolicy)"
+        )
+    for old, new in OLD_PROMISES.items():
+        if old in vars(cls):
+            raise PolicyError(f"policy {name}: {old} is now promises = Promises({new}=True) (docs/write-a-policy.md)")
+    stateful = issubclass(cls, StatefulPolicy)
+    if getattr(cls, "new_state", None) is StatefulPolicy.new_state:
+        raise PolicyError(f"policy {name}: {cls.__name__} has no new_state(): a policy with a state makes it")
+    arguments = ["self", "queues", "draft", "kv", "host", "now_ns", *(["state"] if stateful else [])]
     try:
-        inspect.signature(cls.plan).bind(*[None] * 6)
+        inspect.signature(cls.plan).bind(*arguments)
     except ValueError:
         pass  # compiled without a signature
     except TypeError as error:
-        raise PolicyError(
-            f"policy {name}: plan() has to take self, queues, draft, kv, host, now_ns ({error})"
-        ) from None
+        raise PolicyError(f"policy {name}: plan() has to take {', '.join(arguments)} ({error})") from None
     for field in dataclasses.fields(cls):
         if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise PolicyError(f"policy {name}: {field.name} has no default; a knob is made with knob(default, help)")
+    for knob in knobs_of(cls).values():
+        if knob.type not in (bool, int, float, str):
+            raise PolicyError(
+                f"policy {name}: {knob.name} is a {getattr(knob.type, '__name__', knob.type)}; a knob is a bool, int, "
+                "float or str, and what a policy remembers goes into a state (policies.StatefulPolicy)"
+            )
     return cls

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
@@ -37,10 +37,7 @@ class VllmV1(Policy):
         "fcfs", "priority: the trace's lowest priority value first, its highest preempted", choices=("fcfs", "priority")
     )
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
-    repeats_chunks: ClassVar[bool] = True
-    repeats_in_pipelines: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, chunks=True, micro_batches=True, keeps_running=True)
     paper: ClassVar[str] = "vLLM 0.19 to 0.32, v1/core/sched/scheduler.py"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9)
 

@@ -74,11 +74,16 @@ def replay(
     cluster_plan = plan or make_cluster_plan(config, trace, cost)
     if config.reference:
         return _replay_plainly(trace, cluster_plan)
-    recorder = Recorder()
-    front, played = _through_front_end(trace, cluster_plan)
-    cluster = simulate(played, cluster_plan, recorder, progress, front=front if trace.closed_loop else None)
-    tables = recorder.tables() if front is None else front.seen_by_clients(recorder.tables())
+    tables, cluster = play(trace, cluster_plan, progress)
     return _finish(trace, cluster_plan, cluster.facts(), tables)
+
+
+def play(trace: Trace, plan: ClusterPlan, progress: Progress | None = None) -> tuple[RunTables, Cluster]:
+    """The tables of a replay as its clients know them, without config and summary; arguments as `replay` has them."""
+    recorder = Recorder()
+    front, played = _through_front_end(trace, plan)
+    cluster = simulate(played, plan, recorder, progress, front=front if trace.closed_loop else None)
+    return recorder.tables() if front is None else front.seen_by_clients(recorder.tables()), cluster
 
 
 def _through_front_end(trace: Trace, plan: ClusterPlan) -> tuple[FrontEnd | None, Trace]:
@@ -132,6 +137,8 @@ def simulate(
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
+    policies = [pool.engine.policy for pool in plan.pools]
+    knobs = [dict(getattr(policy, "__dict__", {})) for policy in policies]
     cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
     arrivals = Arrivals(env, trace, cluster.give_up, front)
     if progress is None:
@@ -153,6 +160,12 @@ def simulate(
             "a time or a count is beyond 2^63 (ns, tokens or blocks), which no table holds: found costs, memory or "
             "lengths that no machine has"
         ) from error
+    for policy, before in zip(policies, knobs):
+        if getattr(policy, "__dict__", {}) != before:
+            raise SimulationError(
+                f"policy {type(policy).__name__} changed itself during the run; what a policy remembers belongs into a "
+                "state (policies.StatefulPolicy), which every replica and draw gets anew"
+            )
     if cluster.ended != total:
         left = total - cluster.ended
         raise SimulationError(f"{left} requests never ended: the policy left them waiting{_who(cluster)}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,7 +73,6 @@ class Script:
 class Scripted(Policy):
     """Decodes everybody, admits exactly whom the script names and adds its dummy rows. Not a policy to serve with."""
 
-    repeats: ClassVar[bool] = False
     script: Script = field(default_factory=lambda: Script())
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:

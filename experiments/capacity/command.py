@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
-from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
-from policies.edges.command_line import tell_notes
+from experiments.sweeps.command import EngineOption, RayAddressOption, TermOption, WorkersOption, terms_of
+from policies.edges.command_line import refuse_unknown_flags, tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
 
@@ -27,10 +27,11 @@ REQUESTS, DRAWS, TOLERANCE = 1000, 5, 0.01
 
 
 def register(app: typer.Typer) -> None:
-    app.command("capacity")(capacity)
+    app.command("capacity", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(capacity)
 
 
 def capacity(
+    ctx: typer.Context,
     trace: Annotated[Path | None, typer.Argument(help="Trace file; without one, --prompt and --output.")] = None,
     slo: Annotated[str, typer.Option(help="Objective, bounds in seconds.")] = "ttft_p99=2,tbt_p99=0.2",
     attainment: Annotated[
@@ -48,6 +49,7 @@ def capacity(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
     ] = None,
+    term: TermOption = None,
     arrivals: Annotated[
         str | None, typer.Option(help="own (the trace's gaps), poisson, gamma:CV or uniform; the search sets the rate.")
     ] = None,
@@ -79,7 +81,10 @@ def capacity(
     from experiments.capacity.search import Objective
     from experiments.running.early_notes import notes_of_search
     from experiments.running.task_runners import make_engine
+    from policies.edges.declared_settings import settings_of
+    from simulator.config import ReplayConfig
 
+    refuse_unknown_flags(ctx, settings_of(ReplayConfig), ExperimentError)
     if report is not None:
         from metrics.html_report import require_plotly
 
@@ -93,6 +98,8 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    if term:
+        base["terms"] = terms_of(term)
     for name in base:
         if name.startswith("trace.") or name == "limit" or (name == "rate_scale" and not smallest):
             raise ExperimentError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from heapq import heappop, heappush
 
 from policies.contract.host import Host
 from policies.work.cohort import Cohort
+from policies.work.request import Ns
 from policies.work.track import Track
 
 
@@ -30,6 +31,7 @@ class Queues:
         "_cohorts",
         "_in_line",
         "_lined_up",
+        "_named",
         "_partial",
         "changes",
         "decode_tokens_promised",
@@ -62,6 +64,7 @@ class Queues:
         self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
+        self._named: Collection[str | None] | None = None
         # A heap, with entries of those who have left until they come to its top, and who waits now.
         self._by_priority: list[tuple[int, int, int, int, Track]] | None = None
         self._in_line: set[Track] = set()
@@ -126,8 +129,13 @@ class Queues:
         arrival, so that they can be searched. `waiting` itself is in the order in which requests came to this replica:
         one that comes late, because another replica died or its prefix was fetched, stands at its end.
         """
-        if self._by_class is None:
-            self._by_class = {}
+        return self.waiting_by(None)
+
+    def waiting_by(self, named: Collection[str | None] | None) -> Mapping[tuple[int, str | None], deque[Track]]:
+        """`waiting_by_class` where only the classes in `named` (None: all) stand apart, and all others together under
+        None: with a class for every tenant there would be as many as requests. Pass the same object each time."""
+        if self._by_class is None or self._named is not named:
+            self._by_class, self._named = {}, named
             for track in self.waiting:
                 self._put_in_class(track)
         return self._by_class
@@ -179,7 +187,7 @@ class Queues:
             of_class = self._class_of(track)
             _take_out(of_class, track)
             if not of_class:
-                del self._by_class[track.request.priority, track.request.slo]
+                del self._by_class[self._key_of(track)]
         self._in_line.discard(track)
 
     def count_running(self, track: Track, change: int) -> None:
@@ -212,7 +220,11 @@ class Queues:
 
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None
-        return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
+        return self._by_class.setdefault(self._key_of(track), deque())
+
+    def _key_of(self, track: Track) -> tuple[int, str | None]:
+        slo = track.request.slo
+        return track.request.priority, slo if self._named is None or slo in self._named else None
 
 
 def _put_in(queue: deque[Track], track: Track) -> None:
@@ -228,12 +240,16 @@ def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
         return
-    # Nearly all stand in order of arrival: looked up, not compared one by one. Whoever was put in front, or came late
-    # from another replica, is not found that way and is looked for below.
-    arrival_ns = track.request.arrival_ns
-    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
-    for near in range(at, min(at + 64, len(queue))):
-        if queue[near] is track:
-            del queue[near]
-            return
-    queue.remove(track)
+    # Nearly all stand in order of arrival, at one moment of rows: looked up, not compared one by one.
+    # Whoever was put in front, or came late from another replica, is not found that way and is looked for below.
+    request = track.request
+    at = bisect_left(queue, (request.arrival_ns, request.id), key=_by_arrival)
+    if at < len(queue) and queue[at] is track:
+        del queue[at]
+    else:
+        queue.remove(track)
+
+
+def _by_arrival(track: Track) -> tuple[Ns, int]:
+    request = track.request
+    return request.arrival_ns, request.id

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from policies.contract.draft import UNLIMITED
+from policies.contract.draft import UNLIMITED, Draft
 from policies.edges.errors import PolicyError
 from policies.kv_memory.swap import Preemption
 from policies.scheduling.handover import Handover
@@ -208,6 +208,10 @@ class Roster(Lockstep):
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - kept - unplanned
         queues.enqueue_in_front(track)
+
+    def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
+        """Let the policy write on a draft."""
+        raise NotImplementedError
 
     # Inside
 

@@ -6,6 +6,7 @@ is handed over to a decode replica, or its replica died) gets a journey, which a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -21,6 +22,7 @@ from simulator.cluster.failures import parse_failures, schedule_failures
 from simulator.cluster.journeys import Journey, Life
 from simulator.cluster.kv_transfer import Disaggregation
 from simulator.cluster.pools import ClusterPlan
+from simulator.cluster.router_checks import RouterChecks
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
@@ -94,7 +96,7 @@ class Cluster:
         from simulator.cluster.in_own_time import Fleet
 
         assert isinstance(self.env, VirtualTime)
-        self.fleet = Fleet(self.env, self.replicas, self._up)
+        self.fleet = Fleet(self.env, self.replicas, self._up, RouterChecks.of(self.router))
         return self.fleet
 
     # Requests come and go
@@ -405,8 +407,7 @@ class Cluster:
         if self._kv is not None and life.role == "decode":
             self._kv.open(replica)
             return
-        self._up.append(replica)
-        self._up.sort(key=_by_number)
+        insort(self._up, replica, key=_by_number)
         if self.fleet is not None:
             self.fleet.joined(replica)
         stranded, self._stranded = self._stranded, {}

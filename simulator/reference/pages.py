@@ -345,7 +345,7 @@ def slo_aware(plan: Plan, knobs: SloAware) -> None:
         return
     tokens, takes_ns = room(0)
     per_iteration = max(1, tokens)
-    prompts = plan.prompts() + ([] if plan.victims else _candidates(plan.waiting, knobs.window, late_already))
+    prompts = plan.prompts() + ([] if plan.victims else _candidates(plan.waiting, targets, knobs.window, late_already))
 
     def latest_start_ns(job: Job) -> Ns:
         return due_ns(job) - -(-job.lacking // per_iteration) * takes_ns
@@ -374,18 +374,22 @@ def slo_aware(plan: Plan, knobs: SloAware) -> None:
             line_stands = not got
 
 
-def _candidates(waiting: list[Job], window: int, late_already: Callable[[Job], bool]) -> list[Job]:
-    """Of every priority and class the preempted requests in front, the first that are in time, then the first late."""
+def _candidates(
+    waiting: list[Job], targets: Mapping[str | None, Any], window: int, late_already: Callable[[Job], bool]
+) -> list[Job]:
+    """Of every priority and class with targets of its own the preempted requests in front, the first that are in time,
+    then the first late."""
     classes: dict[tuple[int, str | None], list[Job]] = {}
     for job in waiting:
-        classes.setdefault((job.request.priority, job.request.slo), []).append(job)
+        slo = job.request.slo if job.request.slo in targets else None
+        classes.setdefault((job.request.priority, slo), []).append(job)
     chosen = []
     for jobs in classes.values():
-        preempted = next((at for at, job in enumerate(jobs[:window]) if not job.preemptions), len(jobs[:window]))
+        preempted = next((at for at, job in enumerate(jobs) if not job.preemptions), len(jobs))
         rest = jobs[preempted:]
         in_time = [job for job in rest if not late_already(job)][:window]
         late = [job for job in rest if late_already(job)][: window - len(in_time)]
-        chosen += jobs[:preempted] + in_time + late
+        chosen += jobs[: min(preempted, window)] + in_time + late
     return chosen
 
 

@@ -20,6 +20,7 @@ from simulator.clock.virtual_time import FAR, WAKE, Moment, Nanoseconds, Virtual
 from simulator.replica.fast_costs import refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, Terms, ends_until
 from simulator.replica.plain import PlainReplica
+from simulator.replica.promise_checks import PromiseChecks, is_own
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -47,6 +48,8 @@ class LeapingReplica(PlainReplica):
     ) -> None:
         super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
         self._repeat_terms: Terms | None = getattr(cost, "repeat_terms", None)
+        # Promises of others' policies are held against plans, now and then.
+        self._checks = None if is_own(scheduler.policy) else PromiseChecks(scheduler, number)
         self.leaps = leaps and scheduler.depth == 1
         self._ahead = env if leaps and isinstance(env, VirtualTime) else None
         if self._ahead is not None:
@@ -190,7 +193,7 @@ class LeapingReplica(PlainReplica):
         free_blocks = scheduler.ledger.free_blocks
         shape, first_number = batch.shape, batch.number
         cohort, first_step, _, _, _ = batch.grown[0]
-        taken = scheduler.leap(batch, ends)
+        taken = scheduler.leap(batch, ends) if self._checks is None else self._checks.leap(batch, ends)
         inside: Any = first_inside
         if inside != self._inside(batch.shape):
             inside = self._inside_each(shape, len(ends))
