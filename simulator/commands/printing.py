@@ -152,6 +152,7 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         print(json.dumps(json_ready(only), indent=2))
         return
     from metrics.drawing.text_tables import comparison_table
+    from simulator.studies.in_words import advice_in_words
 
     console = wide_console()
     # Names and reasons are text: what stands in brackets in them is no markup.
@@ -174,6 +175,10 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         say(f"written to {out}")
     if drawn:
         say(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}")
+        first = next((path for path in drawn if path.name == "ttft_cdf.png"), drawn[0])
+        say(f"open next: {first} (how long users wait for a first token, policy by policy)")
+    if words := advice_in_words(summaries):
+        say(f"\n{words} More: python -m simulator advise TRACE.")
 
 
 def trust(summaries: Sequence[Mapping[str, Any]]) -> str:
