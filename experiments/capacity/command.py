@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
-from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
+from experiments.sweeps.command import EngineOption, RayAddressOption, TermOption, WorkersOption, terms_of
 from policies.edges.command_line import refuse_unknown_flags, tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
@@ -49,6 +49,7 @@ def capacity(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
     ] = None,
+    term: TermOption = None,
     arrivals: Annotated[
         str | None, typer.Option(help="own (the trace's gaps), poisson, gamma:CV or uniform; the search sets the rate.")
     ] = None,
@@ -97,12 +98,14 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    if term:
+        base["terms"] = terms_of(term)
     for name in base:
         if name.startswith("trace.") or name == "limit" or (name == "rate_scale" and not smallest):
             raise ExperimentError(
                 f"--set {name}: a capacity search sets its own draws and rates; see --requests, --arrivals"
             )
-    workload = _workload(trace, prompt, output)
+    workload, tried = _workload(trace, prompt, output), axes.get("policy", ())
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
         for name, value in (("--requests", requests), ("--draws", draws), ("--tolerance", tolerance)):
@@ -110,7 +113,7 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
-        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}))
+        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}, policies=tried))
         _smallest(workload, axes, base, objective, chosen, prices, as_json, report, notes)
         return
     draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
@@ -119,7 +122,7 @@ def capacity(
     from experiments.running.progress import Progress
 
     plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
-    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan))
+    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan, policies=tried))
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes,
