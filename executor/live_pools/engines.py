@@ -7,6 +7,7 @@ prefilling side keeps its blocks. Both policies are whatever was asked for; the 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from multiprocessing.connection import Connection
@@ -85,13 +86,15 @@ class PrefillEngine(LiveEngine):
         self.ended: dict[int, Ended] = {}
         self.first_token_ns: dict[int, Ns] = {}
         self._texts: dict[int, Text] = {}
-        self._pulls: deque[int] = deque()
-        self._on_the_way = False
+        self._heard: deque[Taken | Ended] = deque()
+        self._sending = threading.Lock()
+        self._listener = threading.Thread(target=self._hand_over, name="hand-over", daemon=True)
         self.on_end = lambda row, text: self._texts.__setitem__(row, text)
         self.on_ended = self._prompt_ended
 
     def _loop(self, worker: Any) -> None:
-        self.connection.send(self._origin)  # all processes of a machine share this clock
+        self._send(self._origin)  # all processes of a machine share this clock
+        self._listener.start()
         super()._loop(worker)
 
     def _arrive(self, at_ns: Ns, row: int) -> None:
@@ -118,7 +121,7 @@ class PrefillEngine(LiveEngine):
         assert text is not None
         request = self.trace.request(row)._replace(arrival_ns=track.request.arrival_ns)
         ends_after = int(self.trace.output_tokens[row])
-        self.connection.send(Done(row, tuple(request), ends_after, text.ids[: text.length].copy(), self.now_ns()))
+        self._send(Done(row, tuple(request), ends_after, text.ids[: text.length].copy(), self.now_ns()))
 
     def _admit(self) -> Ns:
         self._serve()
@@ -132,30 +135,48 @@ class PrefillEngine(LiveEngine):
         self._idle = True
         time.sleep(NAP_S)
 
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self.connection.send(message)
+
+    def _hand_over(self) -> None:
+        """A thread of its own copies KV while batches run: nobody writes into blocks that are held."""
+        pulls: deque[int] = deque()
+        on_the_way = False
+        try:
+            while True:
+                message = self.connection.recv()
+                if isinstance(message, Pull):
+                    pulls.append(message.row)
+                else:
+                    on_the_way = on_the_way and not isinstance(message, Taken)
+                    self._heard.append(message)
+                if pulls and not on_the_way:
+                    row = pulls.popleft()
+                    on_the_way = True
+                    begun_ns = self.now_ns()
+                    self.region.put(self.runner.cache, self.scheduler.ledger.table(self.scheduler.handover.held[row]))
+                    self._send(Here(row, begun_ns, self.now_ns() - begun_ns))
+        except (EOFError, OSError):
+            return  # the other side has gone: after its last request, or before, which `finish` finds out
+
     def _serve(self) -> None:
-        """Do what the decoding side has asked for."""
-        while self.connection.poll():
-            message = self.connection.recv()
-            if isinstance(message, Pull):
-                self._pulls.append(message.row)
-            elif isinstance(message, Taken):
-                self._on_the_way = False
+        """Take in what the decoding side has said."""
+        while self._heard:
+            message = self._heard.popleft()
+            if isinstance(message, Taken):
                 self.scheduler.handover.release(message.row)
-            elif isinstance(message, Ended):
+            else:
                 self.ended[message.row] = message
-        if self._pulls and not self._on_the_way:
-            row = self._pulls.popleft()
-            self._on_the_way = True
-            begun_ns = self.now_ns()
-            self.region.put(self.runner.cache, self.scheduler.ledger.table(self.scheduler.handover.held[row]))
-            self.connection.send(Here(row, begun_ns, self.now_ns() - begun_ns))
 
     def finish(self) -> None:
-        """After `run`: serve the decoding side until every request has ended there."""
+        """After `run`: until every request has ended on the decoding side. EOFError if that side has gone before."""
         while len(self.ended) < len(self.trace) and not self.outcome.stopped_by:
+            if not self._listener.is_alive() and not self._heard:
+                raise EOFError
             self._serve()
             time.sleep(NAP_S)
-        self.connection.send(Stop())
+        self._send(Stop())
 
 
 class DecodeEngine(LiveEngine):

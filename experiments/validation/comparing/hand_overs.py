@@ -1,7 +1,7 @@
 """Hand-overs of KV between live engines, held beside the link that the simulator would be given for them.
 
-The link (a latency and a bandwidth, `--kv-latency` and `--kv-bandwidth` of a replay) is fitted to copies made before the
-run, never to the run itself. What a live engine adds is said apart: it takes KV in between two batches, where the
+The link (a latency and a bandwidth, `--kv-latency` and `--kv-bandwidth` of a replay) is fitted to copies made before
+the run, never to the run itself. What a live engine adds is said apart: it takes KV in between two batches, where the
 simulator's transfer ends whenever the wire is done.
 """
 
@@ -32,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True)
 class HandOvers:
-    """Seconds are medians over the moves of a run. error: of the predicted copies' sum to the measured one, minus 1.
+    """Seconds are medians over the moves of a run. error: predicted over measured time of a copy, less 1, the median.
 
     room_s: from the first token until the decoding side had room. engines_s: waiting for a batch to end, which a link
     does not know.
@@ -80,7 +80,7 @@ def compare_hand_overs(run: PoolsRun) -> HandOvers:
         link,
         float(np.median(measured)),
         float(np.median(predicted)),
-        float(predicted.sum() / measured.sum() - 1.0),
+        float(np.median(predicted / measured) - 1.0),
         float(np.median([move.waited_s for move in run.moved])),
         float(np.median([move.took_s for move in run.moved] - measured)),
     )
