@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from dataclasses import replace as with_fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from policies.edges.command_line import failure_line
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
 from simulator.commands.printing import (
@@ -79,7 +81,7 @@ def replay_command(
         print_intervals(workload, settings, runs, as_json)
         return
     window = _timeline_window(timeline, follow)
-    done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    done, _ = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
     if window is not None and out is not None:
         from metrics.drawing.perfetto import empty_window, write_timeline
 
@@ -118,9 +120,12 @@ def compare_command(
         _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
         return
     can_report(report)
-    runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
+    each = list(_one_each(settings, names))
+    runs, failures = _replay_all(trace, each, reading, out, quiet=as_json, one_folder=False)
     write_html(report, runs)
-    print_runs(runs, out, figures, as_json)
+    print_runs(runs, out, figures, as_json, failures)
+    if failures:
+        raise typer.Exit(1)
 
 
 @app.command("advise", context_settings=_KNOBS)
@@ -247,7 +252,8 @@ def _replay_all(
     *,
     quiet: bool,
     one_folder: bool,
-) -> dict[str, Run]:
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Runs by policy, and a line for each that failed; with nothing but failures, the first of them is raised."""
     from metrics.run_folder.folder import check_run_place, replaced
     from simulator.simulation import make_cluster_plan, replay
 
@@ -255,22 +261,38 @@ def _replay_all(
         for config in settings:
             check_run_place(out if one_folder else out / folder_name(config.policy))
     trace = o.read_options_trace(path, reading, settings[0].seed)
+    errors: dict[str, Exception] = {}
     for config in settings:
-        # Every mistake in any of the configs shows before the first run has cost time.
-        make_cluster_plan(config, trace)
+        # A mistake that all configs share shows before the first run has cost time.
+        with _failing_alone(errors, config.policy, len(settings)):
+            make_cluster_plan(config, trace)
+    settings = [config for config in settings if config.policy not in errors]
     _say_notes(trace, settings, quiet)
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
         for config in settings:
-            run = replay(trace, config, progress=start(config.policy, len(trace)))
-            run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
-            if out is not None:
-                place = out if one_folder else out / folder_name(config.policy)
-                if not quiet and (note := replaced(place, run.config)):
-                    print(f"note: {note}", file=sys.stderr)
-                run.write(place)
-            runs[config.policy] = run
-    return runs
+            with _failing_alone(errors, config.policy, len(settings) + len(errors)):
+                run = replay(trace, config, progress=start(config.policy, len(trace)))
+                run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
+                if out is not None:
+                    place = out if one_folder else out / folder_name(config.policy)
+                    if not quiet and (note := replaced(place, run.config)):
+                        print(f"note: {note}", file=sys.stderr)
+                    run.write(place)
+                runs[config.policy] = run
+    return runs, {policy: failure_line(error) for policy, error in errors.items()}
+
+
+@contextmanager
+def _failing_alone(errors: dict[str, Exception], policy: str, policies: int) -> Iterator[None]:
+    """Inside: one policy of several, whose failure is kept while others can still go on. A bug of ours ends all."""
+    try:
+        yield
+    except Exception as error:
+        failure_line(error)
+        if len(errors) + 1 >= policies:
+            raise next(iter(errors.values()), error) from None
+        errors[policy] = error
 
 
 def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> None:

@@ -126,8 +126,14 @@ def write_html(path: Path | None, runs: dict[str, Run]) -> None:
     write_report(path, {folder_name(name): run.tables for name, run in runs.items()}, question=question)
 
 
-def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool) -> None:
-    """Runs side by side, where their costs come from, who did not finish, and each SLO class; figures into OUT."""
+def print_runs(
+    runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool, failures: Mapping[str, str] | None = None
+) -> None:
+    """Runs side by side, where their costs come from, who did not finish, and each SLO class; figures into OUT.
+
+    failures: one line for each policy that has no run, said last.
+    """
+    failures = failures or {}
     drawn: list[Path] = []
     if figures:
         if out is None:
@@ -140,8 +146,9 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        only = next(iter(summaries.values())) if len(summaries) == 1 else summaries
-        print(json.dumps(json_ready(only), indent=2))
+        told = summaries | {folder_name(name): {"error": line} for name, line in failures.items()}
+        print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
+        say_failures(failures)
         return
     from metrics.drawing.text_tables import comparison_table
 
@@ -166,6 +173,14 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         say(f"written to {out}")
     if drawn:
         say(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}")
+    say_failures(failures)
+
+
+def say_failures(failures: Mapping[str, str]) -> None:
+    """Policies that have no run, and why, on stderr."""
+    sys.stdout.flush()
+    for policy, line in failures.items():
+        print(f"error: {policy} failed and is left out: {line}", file=sys.stderr)
 
 
 def trust(summaries: Sequence[Mapping[str, Any]]) -> str:
