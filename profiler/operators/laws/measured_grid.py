@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -14,6 +15,8 @@ Mask = NDArray[np.bool_]
 MOST_KNOTS = 160
 """Coordinates along an axis; of more, each goes to the nearest of GEOMETRIC knots an octave."""
 GEOMETRIC = 8
+MOST_LAYERS = 32
+"""Grids in one; a profile of more is taken as a single one with holes."""
 
 
 class MeasuredGrid:
@@ -38,7 +41,39 @@ class MeasuredGrid:
         return cls(axes, known)
 
     def holds(self, *columns: ArrayLike) -> Mask:
-        """Whether each point lies in a cell with measured corners; on a knot of an axis, between those on it alone."""
+        """Whether each point lies in a cell with measured corners; on a knot of an axis, between those on it alone.
+
+        A profile may be several grids at once, whose knots lie between each other's: a cell of any of them counts.
+        """
+        inside = self._holds(*columns)
+        for one in () if inside.all() else self._layers:
+            inside |= one._holds(*columns)
+        return inside
+
+    @cached_property
+    def _layers(self) -> list[MeasuredGrid]:
+        """The grids of which this one is made: for every set of nodes that some knots of the first axis have in common,
+        all knots that have these, and the axes without what they never have."""
+        if self.known.all() or self.known.ndim < 2:
+            return []
+        flat = self.known.reshape(len(self.known), -1)
+        patterns = np.unique(flat, axis=0)
+        if len(patterns) > MOST_LAYERS:
+            return []
+        found = []
+        for pattern in patterns:
+            rows = np.flatnonzero((flat | ~pattern).all(axis=1))
+            shared = np.broadcast_to(pattern.reshape(self.known.shape[1:]), (len(rows), *self.known.shape[1:]))
+            axes = [self.axes[0][rows]]
+            for dimension in range(1, self.known.ndim):
+                others = tuple(one for one in range(self.known.ndim) if one != dimension)
+                used = np.flatnonzero(shared.any(axis=others))
+                axes.append(self.axes[dimension][used])
+                shared = shared.take(used, axis=dimension)
+            found.append(MeasuredGrid(axes, shared))
+        return found
+
+    def _holds(self, *columns: ArrayLike) -> Mask:
         points = np.broadcast_arrays(*[np.asarray(column, float) for column in columns])
         inside = np.ones(points[0].shape, bool)
         lower, upper = [], []
