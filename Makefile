@@ -13,11 +13,11 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make validate` and `make validate-full` serve; the Azure traces are public (github.com/Azure/AzurePublicDataset).
+# What `make validate` and `make validate-full` serve; the Azure traces travel with the project.
 VALIDATE_TRACE ?= examples/trace.csv
 VALIDATE_OUT ?= runs/validate
-AZURE ?= ../shared/data/traces/azure2023
-FULL_TRACES ?= $(AZURE)/AzureLLMInferenceTrace_conv.csv $(AZURE)/AzureLLMInferenceTrace_code.csv
+AZURE := profiler/data/facts/traces/azure2023
+FULL_TRACES ?= $(AZURE)_conv.parquet $(AZURE)_code.parquet
 FULL_OUT ?= runs/validate-full
 
 .PHONY: help replay validate validate-full test test-compiled compiled lint bench clean

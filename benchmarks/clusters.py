@@ -1,6 +1,6 @@
 """Pipelines and clusters: iterations per second of a four-stage pipeline, and a run on eight replicas.
 
-    python benchmarks/clusters.py [--json] [--trace AzureLLMInferenceTrace_conv.csv]
+    python benchmarks/clusters.py [--json] [--trace my_trace.csv]
 
 Vidur simulates 2,400 to 4,300 iterations per second of a PP4 replica on two such cores. CPU seconds stand beside wall
 seconds, because another load on the machine changes only the latter.
@@ -18,20 +18,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from metrics import Recorder
+from profiler.measurements.facts import TRACES
 from simulator.config import ReplayConfig
 from simulator.simulation import make_cluster_plan, simulate
 from workloads import Trace, generate, read_trace
 
-SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
+CONVERSATION = TRACES / "azure2023_conv.parquet"
 VIDUR_PP4 = (2_400, 4_300)
 """Iterations per second of Vidur's simulation of a replica with four stages."""
-
-
-def conversation(path: Path) -> Trace:
-    """The Azure conversation trace, or one of its size and rate where it is absent."""
-    if path.exists():
-        return read_trace(path)
-    return generate(requests=19_366, arrivals="poisson:5.53", prompt="lognormal:1020,1", output="lognormal:129,1")
 
 
 def measure(trace: Trace, **settings: Any) -> dict[str, Any]:
@@ -99,9 +93,9 @@ def measure_disaggregated(trace: Trace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="Azure conversation trace")
+    parser.add_argument("--trace", type=Path, default=CONVERSATION, help="Azure conversation trace")
     arguments = parser.parse_args()
-    trace = conversation(arguments.trace)
+    trace = read_trace(arguments.trace)
     result = {
         "trace": trace.name,
         "vidur_pp4_iterations_per_s": VIDUR_PP4,

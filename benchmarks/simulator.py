@@ -1,6 +1,6 @@
 """How fast is the simulator? Iterations per second beside a bare SimPy loop, in one process, and a whole real trace.
 
-    python benchmarks/simulator.py [--json] [--trace AzureLLMInferenceTrace_conv.csv] [--repeats 5]
+    python benchmarks/simulator.py [--json] [--trace my_trace.csv] [--repeats 5]
         [--requests 1000000 [--replicas 1000]]
 
 An iteration is compared with what SimPy itself needs for one timeout of one process, so that the figure is a ratio that
@@ -32,11 +32,12 @@ from metrics import Recorder, summarise
 from policies import make_policy
 from policies.edges.compiling import how_built
 from profiler import load_cost_model
+from profiler.measurements.facts import TRACES
 from simulator.config import ReplayConfig
 from simulator.simulation import Engine, make_engine, simulate
 from workloads import Trace, generate, read_trace
 
-SHARED_TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"
+CONVERSATION = TRACES / "azure2023_conv.parquet"
 VIDUR_SECONDS = 30.8
 """Vidur's time for the whole Azure conversation trace (Sarathi scheduler, chunk 512, PP1) on two such cores."""
 ROUTERS = (
@@ -206,7 +207,7 @@ def measure_long(requests: int, replicas: int = 1) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--trace", type=Path, default=SHARED_TRACE, help="Azure conversation trace")
+    parser.add_argument("--trace", type=Path, default=CONVERSATION, help="Azure conversation trace")
     parser.add_argument("--policies", default="chunked", help="policies for the trace, separated by commas")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=10_000)

@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 HEAD = """# Licences of what Charioteer depends on
 
-Charioteer itself is Apache-2.0 ([LICENSE](../LICENSE)). None of these packages is part of it; pip installs them. Data
-made from other projects' measurements names its source and licence in itself (`python -m profiler report h100`).
+Charioteer itself is Apache-2.0 ([LICENSE](../LICENSE)). None of these packages is part of it; pip installs them.
+Measurements of others travel with it ([NOTICE](../NOTICE)); below, table by table. Fits of them name their source and
+licence in themselves (`python -m profiler report h100`).
 Written by `python docs/licences.py`, from the metadata of the installed packages; a dash: not installed there.
 
 | package | lower bound | for | version read | licence |
@@ -20,11 +21,23 @@ Written by `python docs/licences.py`, from the metadata of the installed package
 """
 
 
+FACTS = """
+## Measurements that travel with the project
+
+Tables of `profiler/data/facts`; its sources.toml also says what each holds and what is not known.
+
+| table | rows | source | licence |
+|---|---|---|---|
+"""
+
+
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     lines = [row(need, group) for group, needs in groups.items() for need in needs]
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
+    sources = tomllib.loads((ROOT / "profiler/data/facts/sources.toml").read_text(encoding="utf-8"))
+    facts = [f"| {name} | {one['rows']:,} | {one['source']} | {one['licence']} |" for name, one in sources.items()]
+    PAGE.write_text("\n".join([HEAD + "\n".join(lines), FACTS + "\n".join(facts), ""]), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(lines)} packages")
 
 

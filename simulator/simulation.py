@@ -14,12 +14,13 @@ from simulator.clock.arrivals import Arrivals
 from simulator.clock.virtual_time import VirtualTime
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.in_turn import are_independent, only_arrivals_join, run_in_turn
-from simulator.cluster.pools import ClusterPlan, make_cluster_plan
+from simulator.cluster.pools import ClusterPlan, looks_for_prefixes, make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.replica_kind import Engine, make_engine
-from simulator.settings_without_effect import settings_without_effect
+from simulator.settings_without_effect import notes_of_run
 from workloads import Trace
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -95,6 +96,9 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
     plan: pools of replicas, or the engine that all replicas of its config share.
     """
     env = VirtualTime()
+    plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan)
+    if looks_for_prefixes(plan):
+        trace = with_prefix_hashes(trace, plan.config.block_size)
     total = len(trace)
     every = max(1, total // 200)
 
@@ -103,9 +107,7 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
-    cluster = Cluster(
-        env, plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan), recorder, on_end=on_end, expected=total
-    )
+    cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
     arrivals = Arrivals(env, trace, cluster.give_up)
     if progress is None:
         cluster.on_end = arrivals.ended
@@ -162,4 +164,4 @@ def _finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunT
     tables.config = run_config(trace, plan, facts)
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
-    return Run(tables, tables.config, summary, [*trace.notes, *settings_without_effect(config, trace)])
+    return Run(tables, tables.config, summary, notes_of_run(config, trace))

@@ -1,4 +1,5 @@
-"""Where the public measurements lie that some tests need; they are no part of the project."""
+"""Where public measurements lie: a few rows of each original in its own form, beside the tests; the whole ones, where
+a folder with them lies beside the project, for what is tested on these in addition."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+ORIGINALS = Path(__file__).parent / "originals"
+"""A few rows of each public original, as docs/facts.py cut them; its README names sources and licences."""
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from policies.edges.command_line import with_flags
 from policies.edges.settings import whole_number
+from workloads.reading_options import FLAGS, Arrivals, ReadingOptions
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
 )
 
-_FORMATS = "auto, csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or lengths."
-_PROCESSES = "poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:USERS,S (think time) or trace:FILE."
 _LENGTHS = (
     "fixed:N, uniform:LOW,HIGH, zipf:THETA,LOW,HIGH, geometric:MEAN, lognormal:MEDIAN,SIGMA (and ,LOW,HIGH), "
     "quantiles:50=N,90=N,... or empirical:FILE."
@@ -25,48 +25,26 @@ _SPANS = "fixed:S, uniform:LOW,HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA.
 
 Seed = Annotated[int, typer.Option(help="Seed of everything random.", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
-TraceFormat = Annotated[str, typer.Option(help=_FORMATS)]
-Arrivals = Annotated[
-    str | None,
-    typer.Option(help=_PROCESSES),
-]
-OnBadRow = Annotated[str, typer.Option(help="fail or skip.")]
-OnUnsorted = Annotated[str, typer.Option(help="fail or sort.")]
-SpreadTies = Annotated[bool, typer.Option(help="Spread equal arrival times over the time up to the next one.")]
-Sessions = Annotated[str, typer.Option(help="open (recorded times) or closed (a turn waits for the last answer).")]
-History = Annotated[str, typer.Option(help="Whether prompts hold the history: in_prompt, or add it.")]
-Coupling = Annotated[str, typer.Option(help="ServeGen's prompt and answer lengths: shared or independent draws.")]
-Window = Annotated[str | None, typer.Option(help="START:END in seconds: only what arrives in it.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds after which every client gives up.")]
 RateScale = Annotated[float, typer.Option(help="Arrive so many times as fast.")]
 Limit = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
 TracePath = Annotated[Path, typer.Argument(help="A request file, or a folder of ServeGen clients.", show_default=False)]
 
 
 @app.command()
+@with_flags(FLAGS)
 def describe(
     trace: TracePath,
-    trace_format: TraceFormat = "auto",
-    arrivals: Arrivals = None,
-    on_bad_row: OnBadRow = "fail",
-    on_unsorted: OnUnsorted = "fail",
-    spread_ties: SpreadTies = False,
-    sessions: Sessions = "open",
-    history: History = "in_prompt",
-    coupling: Coupling = "shared",
-    window: Window = None,
-    timeout: Timeout = None,
     rate_scale: RateScale = 1.0,
     limit: Limit = None,
     seed: Seed = 0,
     figure: Annotated[Path | None, typer.Option(help="Write a figure here (.png, .pdf, .svg).")] = None,
     as_json: AsJson = False,
+    **shared: Any,
 ) -> None:
     """Counts, rate, burstiness, lengths and P:D of a trace, as a table or as JSON, and as a picture."""
     from workloads.description import describe as described
 
-    options = {key: value for key, value in locals().items() if key in _READING}
-    requests = _read(trace, options)
+    requests = _read(trace, ReadingOptions(**shared), seed, rate_scale, limit)
     numbers = described(requests)
     if figure is not None:
         from workloads.picture import draw
@@ -79,26 +57,17 @@ def describe(
 
 
 @app.command()
+@with_flags(FLAGS)
 def convert(
     trace: TracePath,
     out: Annotated[Path, typer.Argument(help="Where to: .csv, .jsonl or .parquet (.csv.gz and .jsonl.gz too).")],
-    trace_format: TraceFormat = "auto",
-    arrivals: Arrivals = None,
-    on_bad_row: OnBadRow = "fail",
-    on_unsorted: OnUnsorted = "fail",
-    spread_ties: SpreadTies = False,
-    sessions: Sessions = "open",
-    history: History = "in_prompt",
-    coupling: Coupling = "shared",
-    window: Window = None,
-    timeout: Timeout = None,
     rate_scale: RateScale = 1.0,
     limit: Limit = None,
     seed: Seed = 0,
+    **shared: Any,
 ) -> None:
     """Reads a trace of any known format and writes it in the project's own columns."""
-    options = {key: value for key, value in locals().items() if key in _READING}
-    _write(_read(trace, options), out)
+    _write(_read(trace, ReadingOptions(**shared), seed, rate_scale, limit), out)
 
 
 @app.command()
@@ -176,21 +145,6 @@ def generate(
     _write(_generated(locals()), out)
 
 
-_READING = (
-    "trace_format",
-    "arrivals",
-    "on_bad_row",
-    "on_unsorted",
-    "spread_ties",
-    "sessions",
-    "history",
-    "coupling",
-    "window",
-    "timeout",
-    "rate_scale",
-    "limit",
-    "seed",
-)
 _PRESET_TAKES = {"preset", "duration", "rate", "seed", "out"}
 _CASE_TAKES = {"case", "clients", "rounds", "prompt", "output", "out"}
 _NOT_PLAIN = {"out", "preset", "case", "rate", "clients", "rounds"}
@@ -245,29 +199,13 @@ def _fixed(text: str, what: str) -> int:
     return number
 
 
-def _read(path: Path, options: dict[str, Any]) -> Any:
-    from workloads.reading.reader import read_trace
-
-    rate_scale, limit = options.pop("rate_scale"), options.pop("limit")
-    window, timeout_s = options.pop("window"), options.pop("timeout")
-    window_s = None if window is None else _window(window)
-    trace = read_trace(path, window_s=window_s, timeout_s=timeout_s, **options)
+def _read(path: Path, options: ReadingOptions, seed: int, rate_scale: float, limit: int | None) -> Any:
+    trace = options.read(path, seed, limit=limit)
     if rate_scale != 1:
         trace = trace.scaled(rate_scale)
-    trace = trace if limit is None else trace.head(limit)
     for note in trace.notes:
         print(f"note: {note}", file=sys.stderr)
     return trace
-
-
-def _window(text: str) -> tuple[float, float]:
-    from workloads.trace import TraceError
-
-    try:
-        start, end = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise TraceError(f"window: found {text[:40]!r}, expected START:END in seconds") from None
-    return start, end
 
 
 def _write(trace: Any, out: Path) -> None:

@@ -7,7 +7,7 @@ and a tuple is made only when somebody asks for that row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,3 +66,30 @@ class RaggedColumn(Sequence[tuple[int, ...]]):
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class RangeColumn(Sequence[tuple[int, ...]]):
+    """A read-only sequence of runs of integers: row i is starts[i], starts[i] + 1, ..., counts[i] of them."""
+
+    __slots__ = ("counts", "starts")
+
+    def __init__(self, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        self.starts = starts
+        self.counts = counts
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return self.counts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return self.take(np.arange(len(self))[row])
+        start = int(self.starts[row])
+        return tuple(range(start, start + int(self.counts[row])))
+
+    def take(self, rows: NDArray[np.int64]) -> RangeColumn:
+        """The given rows in the given order."""
+        return RangeColumn(self.starts[rows], self.counts[rows])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from policies.edges.errors import InputError
 from policies.work.request import NS_PER_S, Request
-from workloads.ragged import RaggedColumn
+from workloads.ragged import RaggedColumn, RangeColumn
 
 Column = NDArray[np.int64]
 
@@ -72,6 +72,8 @@ class Trace:
     prompt_ids: per request the prompt's token ids where the trace carries them.
     after_row, think_ns: closed loop. -1 in after_row: arrives at arrival_ns. Otherwise an earlier row: arrives
         think_ns after that row's answer has ended.
+    history: "in_prompt" where a turn's prompt may hold its session so far (see workloads.generating.shared_prefixes),
+        "none" where no turn's prompt does.
     notes: what the reader had to say (rows skipped and why), one sentence each.
     """
 
@@ -93,6 +95,7 @@ class Trace:
     turn: Column | None = None
     after_row: Column | None = None
     think_ns: Column | None = None
+    history: str = "in_prompt"
 
     def __post_init__(self) -> None:
         for name in _INTEGER_COLUMNS:
@@ -120,6 +123,11 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of any request, prompt and declared output; 1 where there is none."""
+        return int((self.prompt_tokens + self.max_output_tokens).max()) if len(self) else 1
 
     @property
     def closed_loop(self) -> bool:
@@ -242,7 +250,7 @@ def _cut(column: Any, rows: Column) -> Any:
         return None
     if isinstance(column, np.ndarray):
         return column[rows]
-    if isinstance(column, RaggedColumn):
+    if isinstance(column, RaggedColumn | RangeColumn):
         return column.take(rows)
     return [column[row] for row in rows.tolist()]
 

@@ -17,10 +17,12 @@ from executor.config import LiveConfig
 from executor.errors import ExecutorError
 from executor.machine.threads import set_threads
 from executor.serving.journal import Journal
-from policies.edges.command_line import knob_flags, refuse_flags
+from executor.serving.notes import notes_of_live_run
+from policies.edges.command_line import knob_flags, refuse_flags, tell_notes, with_flags
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import knobs_of, policy_class
+from workloads.reading_options import FLAGS, ReadingOptions
 
 app = typer.Typer(
     name="executor",
@@ -34,6 +36,7 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
+@with_flags(FLAGS)
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
@@ -78,10 +81,6 @@ def replay_command(
     time_scale: o.TimeScale = 1.0,
     as_fast_as_possible: o.AtOnce = False,
     limit: o.Limit = None,
-    timeout: o.Timeout = None,
-    trace_format: o.TraceFormat = "auto",
-    arrivals: o.ArrivalProcess = None,
-    on_bad_row: o.OnBadRow = "fail",
     seed: o.Seed = 0,
     prompts: o.PromptFile = None,
     temperature: o.Temperature = 0.0,
@@ -93,6 +92,7 @@ def replay_command(
     out: o.Out = None,
     config: o.ConfigFile = None,
     as_json: o.Json = False,
+    **shared: Any,
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     from_file = _config_file(config) if config is not None else {}
@@ -102,7 +102,7 @@ def replay_command(
         own = (option for each in ctx.command.params for option in each.opts)
         refuse_flags(unknown, knobs_of(policy_class(str(values.get("policy", policy)))), own, ExecutorError)
     knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
-    reading = {name: values.pop(name, None) for name in ("trace", "trace_format", "arrivals", "on_bad_row", "timeout")}
+    reading = ReadingOptions(**{name: values.pop(name) for name in (*FLAGS, "trace") if values.get(name) is not None})
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)
@@ -116,16 +116,12 @@ def replay_command(
 
         serve_if_not_rank_0()
     _refuse_early(settings, out)
-    requests = _read_trace(trace or reading["trace"], reading, settings.seed)
-    from metrics.measures.slo import doubtful_bounds
-
-    for note in () if as_json else [*requests.notes, *(doubtful_bounds(settings.slo) if settings.slo else ())]:
-        print(f"note: {note}", file=sys.stderr)
-
+    requests = reading.read(trace, settings.seed, limit=settings.limit)
+    notes = tell_notes(notes_of_live_run(settings, requests))
     from executor.serving.replay import load_for, replay_live
 
     head = requests if settings.limit is None else requests.head(settings.limit)
-    longest = settings.max_model_len or int((head.prompt_tokens + head.max_output_tokens).max() if len(head) else 1)
+    longest = settings.max_model_len or head.longest
     set_threads(settings.threads)
     with load_for(settings, longest) as loaded:
         stop_ids = () if settings.ignore_eos else _stop_ids(loaded)
@@ -143,8 +139,7 @@ def replay_command(
                 stop_ids=stop_ids,
                 on_ended=journal.ended if journal is not None else None,
             )
-    run.config["live"] = {**run.config["live"], **{k: str(v) if isinstance(v, Path) else v for k, v in reading.items()}}
-    run.config["live"]["trace"] = str(Path(trace or reading["trace"]).resolve())
+    run.config["live"] = {**run.config["live"], **reading.recorded(trace)}
     if out is not None:
         from metrics.run_folder.folder import replaced
 
@@ -153,7 +148,7 @@ def replay_command(
         run.write(out)
         assert journal is not None
         journal.remove()
-    _print_run(run, out, as_json)
+    _print_run(run, out, as_json, notes)
     if run.outcome.stopped_by:
         raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[run.outcome.stopped_by])
 
@@ -277,25 +272,10 @@ def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
         check_run_place(out)
 
 
-def _read_trace(path: Any, reading: Mapping[str, Any], seed: int) -> Any:
-    from workloads import read_trace
-
-    if path is None:
-        raise ExecutorError("found no trace: name a trace file, or a config that names one")
-    trace = read_trace(
-        Path(path),
-        trace_format=reading.get("trace_format") or "auto",
-        on_bad_row=reading.get("on_bad_row") or "fail",
-        arrivals=reading.get("arrivals"),
-        seed=seed,
-    )
-    return trace if reading.get("timeout") is None else trace.with_timeout(reading["timeout"])
-
-
 def _given(ctx: typer.Context) -> dict[str, Any]:
     """Flags that were given on the command line."""
     known = {entry.name for entry in fields(LiveConfig)}
-    known |= {"chunk_size", "trace_format", "arrivals", "on_bad_row", "timeout"}
+    known |= {"chunk_size", *FLAGS}
     # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}
@@ -321,11 +301,11 @@ def _config_file(path: Path) -> dict[str, Any]:
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
 
 
-def _print_run(run: Any, out: Path | None, as_json: bool) -> None:
+def _print_run(run: Any, out: Path | None, as_json: bool, notes: list[str]) -> None:
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        print(json.dumps(json_ready(run.summary), indent=2))
+        print(json.dumps(json_ready({**run.summary, "notes": notes}), indent=2))
         return
     from rich.console import Console
 

@@ -50,7 +50,8 @@ Trim = Annotated[
     bool, _option("--trim-last-layer/--whole-last-layer", "Carry only sampled rows through the last layer.", _ENGINE)
 ]
 MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", _ENGINE)
+    int | None,
+    _option("--max-model-len", "Longest prompt + output; by default the trace's, if the model allows.", _ENGINE),
 ]
 BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", _MEMORY)]
 NumBlocks = Annotated[
@@ -94,10 +95,6 @@ KVWindow = Annotated[int, _option("--kv-window", "Most recent tokens that stay i
 TimeScale = Annotated[float, _option("--time-scale", "Arrival times are multiplied by this.", _TRACE)]
 AtOnce = Annotated[bool, _option("--as-fast-as-possible", "All requests arrive at once, in the trace's order.", _TRACE)]
 Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", _TRACE)]
-Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", _TRACE)]
-TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", _TRACE)]
-ArrivalProcess = Annotated[str | None, _option("--arrivals", "Arrival process in place of the file's times.", _TRACE)]
-OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", _TRACE)]
 Seed = Annotated[int, _option("--seed", "Seed of weights, prompts and sampling.", _TRACE, min=0)]
 PromptFile = Annotated[
     str | None, _option("--prompts", "Text file, one prompt a line, cut to the trace's lengths.", _ANSWER)

@@ -35,12 +35,14 @@ from executor.serving.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.contract.draft import UNLIMITED
 from policies.scheduling.memory_counts import memory_counts
+from workloads.generating.shared_prefixes import with_prefix_hashes
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
     from metrics import RunTables
     from profiler.cost_model import CostModel
 
+LONGEST_BY = "positions of the model"
 PACKAGES = ("charioteer", "torch", "numpy", "safetensors", "tokenizers", "pyarrow")
 
 
@@ -92,9 +94,10 @@ def replay_live(
         trace = trace.head(config.limit)
     if not len(trace):
         raise ExecutorError(f"{trace.name}: found no requests, expected at least one")
+    trace = with_prefix_hashes(trace, config.block_size)
     set_threads(config.threads)
     policy = make_policy(config.policy, config.knobs)
-    longest = config.max_model_len or int((trace.prompt_tokens + trace.max_output_tokens).max())
+    longest = config.max_model_len or trace.longest
     if loaded is None:
         with load_for(config, longest) as loaded:
             return replay_live(
@@ -270,6 +273,7 @@ def _scheduler(
         ),
         block_size=config.block_size,
         max_model_len=max_model_len,
+        longest_by=LONGEST_BY if config.max_model_len is None or max_model_len < config.max_model_len else "",
         token_budget=config.token_budget,
         max_num_seqs=config.max_num_seqs,
         watermark=config.watermark,

@@ -12,6 +12,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
+from policies.edges.command_line import tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
 
@@ -76,7 +77,7 @@ def capacity(
     """Highest rate within an objective, with its 95 % interval; or, with --smallest, the cluster that a trace needs."""
     from experiments.capacity.prices import read_prices
     from experiments.capacity.search import Objective
-    from experiments.running.early_notes import say_notes_of_search
+    from experiments.running.early_notes import notes_of_search
     from experiments.running.task_runners import make_engine
 
     if report is not None:
@@ -105,8 +106,8 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
-        say_notes_of_search(workload, {**base, "slo": slo, "replicas": 2}, quiet=as_json)
-        _smallest(workload, axes, base, objective, chosen, prices, as_json, report)
+        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}))
+        _smallest(workload, axes, base, objective, chosen, prices, as_json, report, notes)
         return
     draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
     from experiments.capacity.draws import draw_plan
@@ -114,7 +115,7 @@ def capacity(
     from experiments.running.progress import Progress
 
     plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
-    say_notes_of_search(workload, {**base, "slo": slo}, plan=plan, quiet=as_json)
+    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan))
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes,
@@ -131,7 +132,8 @@ def capacity(
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        print(json.dumps(json_ready({**study.as_dict(), "prices": _priced(study, prices, base)}), indent=2))
+        found = {**study.as_dict(), "prices": _priced(study, prices, base), "notes": notes}
+        print(json.dumps(json_ready(found), indent=2))
         return
     _print_study(study, _priced(study, prices, base), dict(study.draws), _held(axes, base))
 
@@ -283,6 +285,7 @@ def _smallest(
     prices: list[Price],
     as_json: bool,
     report: Path | None,
+    notes: list[str],
 ) -> None:
     from dataclasses import asdict
 
@@ -315,7 +318,7 @@ def _smallest(
     if report is not None:
         _write_smallest_report(report, rows, objective, workload, _held(axes, base))
     if as_json:
-        print(json.dumps({"objective": asdict(objective), "settings": rows}, indent=2))
+        print(json.dumps({"objective": asdict(objective), "settings": rows, "notes": notes}, indent=2))
         return
     print(f"smallest cluster for the trace with {objective.spoken()}\nof {_held(axes, base)}")
     for row in rows:

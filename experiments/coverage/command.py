@@ -10,25 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from experiments.errors import ExperimentError
+from policies.edges.command_line import tell_notes
 
 if TYPE_CHECKING:
     from profiler.measurements.profile import Profile
 
-PROFILES = Path("../shared/data/profiles")
 PUBLIC = {
-    "rtx4090": ("llmservingsim", "llmservingsim/RTX4090/Llama-3.1-8B"),
-    "rtxpro6000": ("llmservingsim", "llmservingsim/RTXPRO6000/Llama-3.1-8B"),
-    "a6000": ("llmservingsim-v0", "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B"),
-    "a100": ("aiconfigurator", "aiconfigurator/a100_sxm"),
-    "h100": ("aiconfigurator", "aiconfigurator/h100_sxm"),
-    "h200": ("aiconfigurator", "aiconfigurator/h200_sxm"),
+    "rtx4090": "rtx4090_llama-3.1-8b",
+    "rtxpro6000": "rtxpro6000_llama-3.1-8b",
+    "a6000": "a6000_llama-3.1-8b",
+    "a100": "a100",
+    "h100": "h100",
+    "h200": "h200",
 }
-"""The measurements of the fits that ship, and who imports them."""
+"""The measurements of the fits that ship: GPU -> carried profile."""
 LEAST_RUNS = 2
-TRACES = (
-    Path("../shared/data/traces/azure2023/AzureLLMInferenceTrace_conv.csv"),
-    Path("../shared/data/traces/azure2023/AzureLLMInferenceTrace_code.csv"),
-)
 
 
 def register(app: typer.Typer) -> None:
@@ -58,6 +54,7 @@ def coverage(
 ) -> None:
     """Leave half of a profile's structures out, and see whether 90 % intervals hold what the whole profile says."""
     from experiments.coverage.of_intervals import by_axis, by_statistic, measure_coverage, share_held
+    from profiler.measurements.facts import TRACES
     from workloads import read_trace
 
     # Before minutes of fitting: a replay would say some of this only then.
@@ -67,7 +64,9 @@ def coverage(
         raise ExperimentError(f"--limit: found {limit}, expected at least 1 request of each trace")
     if not 0 < rate_scale < float("inf"):
         raise ExperimentError(f"--rate-scale: found {rate_scale}, expected a number above 0")
-    workloads = {path.stem: read_trace(path).head(limit) for path in trace or TRACES}
+    traces = trace or [TRACES / f"azure2023_{name}.parquet" for name in ("conv", "code")]
+    workloads = {path.stem: read_trace(path, limit=limit) for path in traces}
+    tell_notes(f"{name}: {note}" for name, workload in workloads.items() for note in workload.notes)
     reports = {}
     for name in profile or ["rtx4090", "rtxpro6000"]:
         measured, gpu = _profile(name)
@@ -102,12 +101,12 @@ def coverage(
 def _profile(name: str) -> tuple[Profile, str]:
     """The measurements, and the GPU's name in the hardware table."""
     from profiler.commands.profiles import gpu_name
+    from profiler.measurements.facts import carried_profile
     from profiler.measurements.importers import import_profile
     from profiler.measurements.profile import read_profile
 
     if name in PUBLIC:
-        kind, folder = PUBLIC[name]
-        return import_profile(kind, PROFILES / folder), name
+        return carried_profile(PUBLIC[name]), name
     path = Path(name)
     if not path.exists():
         raise ExperimentError(

@@ -57,8 +57,8 @@ def closed_run(trace: Trace, slots: int, policy: str, cost: Any, **options: Any)
     """Replay closed batches with room for exactly `slots` requests of the longest length."""
     from simulator import replay
 
-    longest = int((trace.prompt_tokens + trace.max_output_tokens).max())
-    blocks = slots * -(-longest // BLOCK)
+    blocks = slots * -(-trace.longest // BLOCK)
+    options = {"max_model_len": trace.longest, **options}  # the paper's models had fewer positions than its lengths
     if policy in ("request_level", "orca"):
         options = {"max_batch_size": slots, **options}
     else:

@@ -6,7 +6,6 @@ a sweep or a capacity search hears of it before the work, on stderr, as `simulat
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice, product
@@ -56,21 +55,13 @@ def notes_of_sweep(spec: SweepSpec) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def say_notes_of_search(
-    workload: Mapping[str, Any], base: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None, quiet: bool
-) -> None:
-    """Say those of a workload, and of its draws where there is a plan of them: these have fewer columns."""
+def notes_of_search(
+    workload: Mapping[str, Any], base: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Those of a workload, and of its draws where there is a plan of them: these have fewer columns."""
     from experiments.capacity.draws import draw_of
 
-    if quiet:
-        return
-    notes: list[str] = []
     with suppress(InputError):
         trace = load_workload(workload if plan is None else plan["workload"])
-        notes = [*trace.notes, *notes_of(trace if plan is None else draw_of(plan, 0), [base])]
-    say(dict.fromkeys(notes), quiet)
-
-
-def say(notes: Iterable[str], quiet: bool) -> None:
-    for note in () if quiet else notes:
-        print(f"note: {note}", file=sys.stderr)
+        return [*trace.notes, *notes_of(trace if plan is None else draw_of(plan, 0), [base])]
+    return []

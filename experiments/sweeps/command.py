@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
+from policies.edges.command_line import tell_notes
 from policies.edges.output_file import check_place
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def sweep(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Run every point of a sweep, on this machine or on Ray; started again, it goes on where it was."""
-    from experiments.running.early_notes import notes_of_sweep, say
+    from experiments.running.early_notes import notes_of_sweep
     from experiments.running.progress import Progress
     from experiments.running.task_runners import make_engine
     from experiments.sweeps.axes import read_sweep
@@ -60,8 +61,7 @@ def sweep(
     spec = read_sweep(file)
     target = out or Path("runs") / file.stem
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
-    notes = notes_of_sweep(spec)
-    say(notes, as_json)
+    notes = tell_notes(notes_of_sweep(spec))
     with Progress("sweep", "points", quiet=as_json) as progress:
         try:
             folder = run_sweep(spec, target, engine=chosen, retry_failed=retry_failed, report=progress)
@@ -74,7 +74,8 @@ def sweep(
     failed = [row for row in rows if row["status"] == "failed"]
     table = target / "sweep.parquet"
     if as_json:
-        print(json.dumps({"table": str(table), "points": len(rows), "failed": len(failed), "rows": rows}, indent=2))
+        counts = {"table": str(table), "points": len(rows), "failed": len(failed)}
+        print(json.dumps({**counts, "notes": notes, "rows": rows}, indent=2))
         return
     from rich.console import Console
 

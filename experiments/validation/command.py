@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
+from policies.edges.command_line import tell_notes
 from policies.edges.output_file import check_place
 from policies.edges.settings import whole_number
 
@@ -180,14 +181,16 @@ def validate(
     )
     target = out or Path("runs") / f"validate-{trace.name.partition('.')[0]}"
     say = Say(as_json)
-    result = Validation(settings, target, profile=profile, say=say).run()
+    validation = Validation(settings, target, profile=profile, say=say)
+    notes = tell_notes(validation.trace.notes)
+    result = validation.run()
     written = write_report(result, target)
     if explore is not None:
         from experiments.validation.pages.interactive_report import write_explorable
 
         write_explorable(explore, result)
     if as_json:
-        print(json.dumps(json_ready(as_dict(result)), indent=2))
+        print(json.dumps(json_ready({**as_dict(result), "notes": notes}), indent=2))
         return
     for line in in_short(result):
         print(f"- {line}")

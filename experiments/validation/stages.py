@@ -51,8 +51,7 @@ class Validation:
         self._given_profile = profile
         self._began = time.monotonic()
         self.trace = slice_of(settings)
-        longest = int((self.trace.prompt_tokens + self.trace.max_output_tokens).max())
-        self.live_side = LiveSide(settings.engine, longest)
+        self.live_side = LiveSide(settings.engine, self.trace.longest)
         if profile is not None and settings.engine.is_sharded:
             raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
         claim_folder(self.out, settings, profile)

@@ -16,10 +16,12 @@ import numpy as np
 from experiments.errors import ExperimentError
 from experiments.vllm.recorded_run import Column, VllmRun, read_vllm_run
 from metrics.measures.latencies import finished_latencies
+from profiler.measurements.facts import PROFILES
 from profiler.operators.engine_terms import EngineTerms
 
 if TYPE_CHECKING:
     from experiments.vllm.steps_from_request_times import Second, Stretch
+    from profiler.measurements.profile import Profile
     from profiler.operators.fitting.device_fit import DeviceFit
     from profiler.specs.hardware import Hardware
     from profiler.specs.model_spec import ModelSpec
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 AIMS = {"ttft": 0.05, "tpot": 0.01, "e2e": 0.02}
 """Largest error aimed at, of the mean and of P50."""
-
-RUNS = Path("../shared/data/traces/vllm_runs")
-PROFILES = Path("../shared/data/profiles/llmservingsim")
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,9 @@ def _hardware_of(run: VllmRun, profile: Path | None) -> Hardware:
 
 
 def _profile_beside(run: VllmRun) -> Path | None:
-    beside = PROFILES / run.folder.parent.name / run.folder.name
-    return beside if beside.is_dir() else None
+    """The carried profile of the GPU and model that the run's folders name."""
+    beside = PROFILES / f"{run.folder.parent.name}_{run.folder.name}.parquet".lower()
+    return beside if beside.exists() else None
 
 
 def _fit_of(where: Path | None, hardware: Hardware, tp: int) -> tuple[DeviceFit, str]:
@@ -212,7 +212,19 @@ def _fit_of(where: Path | None, hardware: Hardware, tp: int) -> tuple[DeviceFit,
         return fit_device(import_profile(kind, where, tensor_parallel=tp), hardware), str(where)
     if where.suffix == ".json":
         return read_model(where), str(where)
-    return fit_device(read_profile(where), hardware), str(where)
+    return fit_device(_at_degree(read_profile(where), tp), hardware), where.stem if where.parent == PROFILES else str(
+        where
+    )
+
+
+def _at_degree(profile: Profile, tp: int) -> Profile:
+    """Where one model's operators were measured at several degrees: those of one, and every all-reduce."""
+    table = profile.table
+    degrees = set(table.loc[table["operator"] == "qkv", "tensor_parallel"])
+    if len(degrees) < 2 or tp not in degrees:
+        return profile
+    kept = table[(table["tensor_parallel"] == tp) | (table["operator"] == "all_reduce")]
+    return replace(profile, table=kept.reset_index(drop=True))
 
 
 def statistics(values: Column) -> dict[str, float]:

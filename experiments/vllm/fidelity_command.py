@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def fidelity(
     run: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a run (repeatable); default: all public runs.")
+        list[Path] | None, typer.Option(help="Folder of a run (repeatable); default: all that the project carries.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="LLMServingSim profile folder, profile or model file.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name or config; the run's own by default.")] = None,
@@ -33,12 +33,10 @@ def fidelity(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Mean and percentiles of TTFT, TPOT and E2E: simulated, measured, error. Nothing is fitted on the runs."""
-    from experiments.errors import ExperimentError
-    from experiments.vllm.fidelity import RUNS, make_bench
+    from experiments.vllm.fidelity import make_bench
+    from profiler.measurements.facts import VLLM_RUNS
 
-    folders = run or sorted(path.parent for path in RUNS.glob("*/*/requests.jsonl"))
-    if not folders:
-        raise ExperimentError(f"{RUNS}: no runs found; name one with --run")
+    folders = run or sorted(path.parent for path in VLLM_RUNS.glob("*/*/requests.parquet"))
     reports = []
     for folder in folders:
         bench = make_bench(folder, profile=profile, model=model, gpu=gpu, tp=tp, terms=_terms(term or []))

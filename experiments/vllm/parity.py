@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from experiments.errors import ExperimentError
 from policies import BlockLedger, Chunk, CountingLedger, Decodes, Host, Request, Scheduler, make_policy
-from policies.edges.input_file import LOG_BYTES, parse_json, read_text
 from policies.edges.settings import LARGEST, shown
+from profiler.measurements.bounded_parquet import log_rows
 
 Row = tuple[str, int, int]
 
@@ -173,13 +173,8 @@ def _is_time(value: Any) -> bool:
 
 def _read_lines(path: Path, needed: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where each row stands, and the row."""
-    text = read_text(path, ExperimentError, LOG_BYTES)
     found = False
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = parse_json(line, where, ExperimentError)
+    for where, row in log_rows(path, ExperimentError):
         missing = needed - row.keys() if isinstance(row, dict) else needed
         if missing:
             raise ExperimentError(f"{where}: found no {', '.join(sorted(missing))}")

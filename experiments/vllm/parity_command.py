@@ -15,8 +15,10 @@ def register(app: typer.Typer) -> None:
 
 
 def parity(
-    steps: Annotated[Path, typer.Argument(help="Step log: one JSON object a line with t and reqs.")],
-    requests: Annotated[Path, typer.Argument(help="Request log: id, prompt, output, added in each line.")],
+    steps: Annotated[
+        Path, typer.Argument(help="Step log: one JSON object a line with t and reqs, or such a table (.parquet).")
+    ],
+    requests: Annotated[Path, typer.Argument(help="Request log: id, prompt, output, added in each line or row.")],
     token_budget: Annotated[int, typer.Option(help="Most tokens of a batch of the engine.")],
     num_blocks: Annotated[int, typer.Option(help="KV blocks of the engine, the null block included.")],
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")],

@@ -1,7 +1,8 @@
 """A recorded vLLM serving run: its requests and its log, and the engine settings that a replay has to share.
 
 The form is that of LLMServingSim's bench: requests.jsonl, timeseries.csv (one line a second) and meta.json in one
-folder, GPU/MODEL by name.
+folder, GPU/MODEL by name; or that of the runs which the project carries: requests.parquet (arrival_s, scheduled_s,
+first_token_s, last_token_s, prompt_tokens, output_tokens) and seconds.parquet beside meta.json.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Column = NDArray[np.float64]
 
+CARRIED = "requests.parquet"
 NULL_BLOCKS = 1
 """vLLM keeps one block of its pool as the null block."""
 
@@ -65,7 +67,10 @@ class VllmRun:
         """The run's requests as they arrived."""
         from workloads import read_trace
 
-        return read_trace(self.folder / "requests.jsonl", trace_format="vllm")
+        carried = self.folder / CARRIED
+        return (
+            read_trace(carried) if carried.exists() else read_trace(self.folder / "requests.jsonl", trace_format="vllm")
+        )
 
     def resolved(self, section: str, key: str, default: Any) -> Any:
         """A value of the engine's resolved configuration, or the default where the run did not record it."""
@@ -148,10 +153,12 @@ class VllmRun:
 
 
 def read_vllm_run(folder: str | Path) -> VllmRun:
-    """Read GPU/MODEL/{requests.jsonl,timeseries.csv,meta.json}; raises ExperimentError."""
+    """Read GPU/MODEL/{requests.jsonl,timeseries.csv,meta.json}, or a carried run; raises ExperimentError."""
     import pandas as pd
 
     folder = Path(folder)
+    if (folder / CARRIED).exists():
+        return _carried_run(folder)
     try:
         meta = read_json(folder / "meta.json", ExperimentError)
         requests = pd.read_json(checked_file(folder / "requests.jsonl", ExperimentError), lines=True)
@@ -184,3 +191,27 @@ def read_vllm_run(folder: str | Path) -> VllmRun:
     for column in times:
         requests[column] = requests[column] - start
     return VllmRun(folder, meta, requests.rename(columns={**wanted, **times}), log)
+
+
+def _carried_run(folder: Path) -> VllmRun:
+    from profiler.errors import ProfileError
+    from profiler.measurements.bounded_parquet import read_parquet
+
+    try:
+        requests = read_parquet(folder / CARRIED).to_pandas()
+        log = read_parquet(folder / "seconds.parquet").to_pandas()
+    except ProfileError as error:
+        raise ExperimentError(str(error)) from None
+    meta = read_json(folder / "meta.json", ExperimentError)
+    names = {
+        "prompt_tokens": "prompt",
+        "output_tokens": "output",
+        "arrival_s": "queued_s",
+        "first_token_s": "first_s",
+        "last_token_s": "last_s",
+    }
+    for column in (*names, "scheduled_s"):
+        if column not in requests or requests[column].isna().any():
+            raise ExperimentError(f"{folder / CARRIED}: {column}: not found, or not in every row")
+    requests = requests.sort_values("arrival_s", kind="stable", ignore_index=True)
+    return VllmRun(folder, meta, requests.rename(columns=names), log)

@@ -12,8 +12,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from policies.edges.errors import PolicyError
 from policies.edges.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
@@ -231,3 +232,30 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def tell_notes(notes: Iterable[str]) -> list[str]:
+    """Says each note once, on stderr, and returns what it said, for the `notes` of a command's JSON."""
+    said = list(dict.fromkeys(notes))
+    for note in said:
+        print(f"note: {note}", file=sys.stderr)
+    return said
+
+
+def with_flags(flags: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that gives a command, written as f(its own flags, **shared), further flags in its signature: name ->
+    (annotation, default), as several commands share them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
+        hints = get_type_hints(command, include_extras=True)
+        shared = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in flags.items()
+        ]
+        own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
+        command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
+        command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
+        return command
+
+    return decorate

@@ -24,6 +24,7 @@ class Roster(Lockstep):
     token_budget: int
     max_num_seqs: int
     max_model_len: int
+    longest_by: str
     watermark_blocks: int
     tracks: dict[int, Track]
     handover: Handover
@@ -138,7 +139,8 @@ class Roster(Lockstep):
         """Why a request could never run here; empty if it can."""
         length = request.prompt_tokens + request.max_output_tokens
         if length > self.max_model_len:
-            return f"prompt + output limit = {length} tokens, more than the longest allowed {self.max_model_len}"
+            whose = f" ({self.longest_by})" if self.longest_by else ""
+            return f"prompt + output limit = {length} tokens, more than the longest allowed {self.max_model_len}{whose}"
         ledger = self.ledger
         # The last token's key and value are never stored.
         needed = ledger.blocks_for(length - 1)

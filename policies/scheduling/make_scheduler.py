@@ -35,6 +35,7 @@ def make_scheduler(
     num_blocks: int,
     block_size: int = 16,
     max_model_len: int,
+    longest_by: str = "",
     token_budget: int | None = None,
     max_num_seqs: int | None = None,
     watermark: float | None = None,
@@ -51,7 +52,8 @@ def make_scheduler(
 ) -> Scheduler:
     """A scheduler for one engine.
 
-    num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output. token_budget, max_num_seqs,
+    num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output; longest_by: whose limit
+    that is, for the reason of a rejection. token_budget, max_num_seqs,
     watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
     executor needs them; prefix caching always does). prefix_caching: share equal prefixes, whatever the policy (one
     that has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted
@@ -89,6 +91,7 @@ def make_scheduler(
         token_budget=policy.default_token_budget(max_model_len) if token_budget is None else token_budget,
         max_num_seqs=policy.default_max_num_seqs() if max_num_seqs is None else max_num_seqs,
         max_model_len=max_model_len,
+        longest_by=longest_by,
         watermark=watermark,
         swap=swap,
         admission=admission,

@@ -44,9 +44,9 @@ class Scheduler(Roster):
     """One engine's queues, ledger and policy.
 
     token_budget: most tokens of one batch, None for no limit. max_num_seqs: most requests admitted at once.
-    max_model_len: longest prompt + declared output; a longer request is rejected. watermark: share of the pool that
-    admission leaves free (by default as the policy's memory rule says). swap: host memory for preempted requests.
-    admission: what to do when memory runs short, beyond what the policy does.
+    max_model_len: longest prompt + declared output; a longer request is rejected, and longest_by says whose
+    limit it is. watermark: share of the pool that admission leaves free (by default as the policy's memory rule says).
+    swap: host memory for preempted requests. admission: what to do when memory runs short, beyond what the policy does.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Scheduler(Roster):
         token_budget: int | None = None,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
+        longest_by: str = "",
         watermark: float | None = None,
         swap: Swap | None = None,
         admission: AdmissionControl | None = None,
@@ -70,6 +71,7 @@ class Scheduler(Roster):
         self.token_budget = UNLIMITED if token_budget is None else token_budget
         self.max_num_seqs = UNLIMITED if max_num_seqs is None else max_num_seqs
         self.max_model_len = UNLIMITED if max_model_len is None else max_model_len
+        self.longest_by = longest_by
         for name, value in (("token_budget", self.token_budget), ("max_num_seqs", self.max_num_seqs)):
             if value < 1:
                 raise PolicyError(f"{name}: found {value}, expected at least 1")

@@ -216,7 +216,9 @@ def predict(
 
 
 def published(
-    data: Annotated[Path, typer.Option(help="Folder of ground-truth tables.")] = Path("../shared/data/groundtruth"),
+    data: Annotated[
+        Path | None, typer.Option(help="Table of steps (.csv); default: the one that travels with the project.")
+    ] = None,
     cost_model: Annotated[str, typer.Option(help="auto, roofline, or the path of a fitted model.")] = "roofline",
     each: Annotated[bool, typer.Option("--each", help="Print every step, not only each group.")] = False,
     json: Json = False,
@@ -226,14 +228,14 @@ def published(
     from statistics import median
 
     from profiler.load import load_cost_model
-    from profiler.measurements.published_steps import predicted_ms, published_steps
+    from profiler.measurements.published_steps import PUBLISHED, predicted_ms, published_steps
 
     @cache
     def cost(model: str, gpu: str, tp: int) -> Any:
         return load_cost_model(model, gpu, cost_model=cost_model, dtype="float16", tp=tp)
 
     results = []
-    for step in published_steps(data):
+    for step in published_steps(data or PUBLISHED):
         engine = cost(step.model, step.gpu, step.tp)
         ms = predicted_ms(engine, step)
         if ms is not None:
@@ -271,16 +273,20 @@ def published(
 
 
 def rates(
-    kernels: Annotated[Path, typer.Option(help="Folder of aiconfigurator kernel tables.")] = Path(
-        "../shared/data/profiles/aiconfigurator"
-    ),
-    steps: Annotated[Path, typer.Option(help="Folder of vLLM step logs.")] = Path("../shared/data/vllm_cpu_steps"),
+    kernels: Annotated[
+        Path | None, typer.Option(help="Folder of aiconfigurator kernel tables; default: what the project carries.")
+    ] = None,
+    steps: Annotated[
+        Path | None, typer.Option(help="Folder of vLLM step logs; default: those that the project carries.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Shows where the roofline's constants come from: the share of peak that measured kernels reach, host time."""
-    from profiler.measurements.kernel_rates import gemm_errors, host_rates, kernel_rates
+    from profiler.measurements.facts import STEP_LOGS
+    from profiler.measurements.kernel_rates import gemm_errors, host_rates, kernel_profiles, kernel_rates
 
-    found, errors, host = kernel_rates(kernels), gemm_errors(kernels), host_rates(steps)
+    profiles = kernel_profiles(kernels)
+    found, errors, host = kernel_rates(profiles), gemm_errors(profiles), host_rates(steps or STEP_LOGS)
     if json:
         return _print_json({"rates": found, "gemm_errors": errors, "host": host})
     quartiles = ("p25", "p50", "p75")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from policies.edges.input_file import checked_file
+from policies.edges.input_file import LOG_BYTES, checked_file, parse_json, read_text
 from profiler.errors import ProfileError
 
 if TYPE_CHECKING:
@@ -34,3 +35,18 @@ def read_parquet(path: Path) -> pa.Table:
         if isinstance(error, ProfileError):
             raise
         raise ProfileError(f"{path}: cannot be read as parquet: {str(error).splitlines()[0]}") from None
+
+
+def log_rows(path: Path, error: type[Exception] = ProfileError) -> Iterator[tuple[str, Any]]:
+    """Where each row of a log stands, and the row: JSON lines (blank ones are skipped), or a Parquet table of the same
+    columns (.parquet). Raises `error`."""
+    if path.suffix == ".parquet":
+        try:
+            rows = read_parquet(path).to_pylist()
+        except ProfileError as wrong:
+            raise error(str(wrong)) from None
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+        return
+    for number, line in enumerate(read_text(path, error, LOG_BYTES).splitlines(), 1):
+        if line.strip():
+            yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}", error)

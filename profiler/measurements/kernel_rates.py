@@ -1,52 +1,60 @@
 """What share of a GPU's peak measured kernels reach: the evidence behind the roofline's constants.
 
-Reads NVIDIA aiconfigurator's kernel tables (latency in ms, message sizes in 16-bit elements) and step logs of vLLM. The
-roofline does not read them; its constants are round numbers near these medians, the same for every GPU.
+Reads the carried profiles of single kernels and step logs of vLLM. The roofline does not read them; its constants are
+round numbers near these medians, the same for every GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from policies.edges.input_file import LOG_BYTES, parse_json, read_text
 from profiler.errors import ProfileError
-from profiler.measurements.bounded_parquet import read_parquet
+from profiler.measurements.bounded_parquet import log_rows
+from profiler.measurements.facts import STEP_LOGS, carried_profile
+from profiler.measurements.profile import Profile, parse_chunks
 from profiler.roofline.constants import RooflineConstants
 from profiler.roofline.gemm_time import gemm_ns
 from profiler.specs.hardware import Hardware, load_hardware
 from profiler.specs.model_spec import Gemm
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 GPUS = ("a100", "h100", "h200")
 Row = dict[str, Any]
 
 
-def kernel_rates(folder: str | Path) -> list[Row]:
+def kernel_profiles(folder: str | Path | None = None) -> dict[str, Profile]:
+    """GPU -> profile of its kernels: those carried, or imported from a folder of aiconfigurator's (a100_sxm, ...)."""
+    from profiler.measurements.importers import import_profile
+
+    if folder is None:
+        return {name: carried_profile(name) for name in GPUS}
+    return {name: import_profile("aiconfigurator", Path(folder) / f"{name}_sxm") for name in GPUS}
+
+
+def kernel_rates(profiles: Mapping[str, Profile]) -> list[Row]:
     """For each GPU and kind of kernel: how many, the quartiles of the share (or of the time), and our constant."""
     c = RooflineConstants()
-    rows: list[Row] = []
-    for name in GPUS:
+    found: list[Row] = []
+    for name, profile in profiles.items():
         gpu = load_hardware(name)
-        gemm = _gemms(folder, name)
-        seconds = gemm.latency * 1e-3
-        flops_share = 2.0 * gemm.m * gemm.n * gemm.k / seconds / gpu.peak("bfloat16")
-        weight_share = 2.0 * gemm.n * gemm.k / (seconds - c.kernel_ns * 1e-9) / gpu.memory_bandwidth
-        large = (gemm.m >= 2048) & (gemm.n >= 4096) & (gemm.k >= 4096)
-        one_tile = (gemm.m <= 8) & (gemm.n * gemm.k > 15_000_000)
-        smallest = (gemm.m <= 8) & (gemm.n * gemm.k < 1_000_000)
+        gemm = profile.rows_of("gemm")
+        rows, n, k, seconds = gemm["rows"], gemm["n"], gemm["k"], gemm["median_s"]
+        flops_share = 2.0 * rows * n * k / seconds / gpu.peak("bfloat16")
+        weight_share = 2.0 * n * k / (seconds - c.kernel_ns * 1e-9) / gpu.memory_bandwidth
+        large = (rows >= 2048) & (n >= 4096) & (k >= 4096)
+        one_tile = (rows <= 8) & (n * k > 15_000_000)
+        smallest = (rows <= 8) & (n * k < 1_000_000)
         shares = {
             "large GEMMs, share of peak FLOPs": (flops_share[large], c.matmul_efficiency),
             "GEMMs of up to 8 rows, share of bandwidth": (weight_share[one_tile], c.memory_efficiency),
             "smallest GEMMs, us": (seconds[smallest] * 1e6, c.kernel_ns / 1e3),
-            **_attention(folder, name, gpu, c),
-            **_all_reduce(folder, name, gpu, c),
+            **_attention(profile, gpu, c),
+            **_all_reduce(profile, gpu, c),
         }
         for kernels, (values, constant) in shares.items():
             p25, p50, p75 = (float(values.quantile(q)) for q in (0.25, 0.5, 0.75))
-            rows.append(
+            found.append(
                 {
                     "gpu": name,
                     "kernels": kernels,
@@ -57,22 +65,22 @@ def kernel_rates(folder: str | Path) -> list[Row]:
                     "p75": p75,
                 }
             )
-    return rows
+    return found
 
 
-def gemm_errors(folder: str | Path) -> list[Row]:
+def gemm_errors(profiles: Mapping[str, Profile]) -> list[Row]:
     """Relative error of the roofline's GEMM term by number of rows, on the GEMMs of a model's size."""
     import numpy as np
 
     rows: list[Row] = []
-    for name in GPUS:
-        gpu, table = load_hardware(name), _gemms(folder, name)
+    for name, profile in profiles.items():
+        gpu, table = load_hardware(name), profile.rows_of("gemm")
         table = table[(table.n >= 2048) & (table.k >= 2048) & (table.n <= 65536) & (table.k <= 32768)]
         for low, high in ((1, 64), (65, 128), (129, 256), (257, 512), (513, 2048), (2049, 1 << 20)):
-            part = table[(table.m >= low) & (table.m <= high)]
+            part = table[(table["rows"] >= low) & (table["rows"] <= high)]
             errors = []
             for _, group in part.groupby(["n", "k"]):
-                m = group.m.to_numpy(np.float64)
+                m = group["rows"].to_numpy(np.float64)
                 predicted = gemm_ns(
                     Gemm("gemm", int(group.n.iloc[0]), int(group.k.iloc[0])),
                     m,
@@ -82,7 +90,7 @@ def gemm_errors(folder: str | Path) -> list[Row]:
                     2,
                     128,
                 )
-                errors.append(predicted / (group.latency.to_numpy() * 1e6) - 1)
+                errors.append(predicted / (group["median_s"].to_numpy() * 1e9) - 1)
             error = np.concatenate(errors)
             rows.append(
                 {
@@ -96,17 +104,16 @@ def gemm_errors(folder: str | Path) -> list[Row]:
     return rows
 
 
-def host_rates(folder: str | Path) -> list[Row]:
+def host_rates(folder: str | Path = STEP_LOGS) -> list[Row]:
     """Scheduling and output handling of a step in logs of real vLLM: least squares, fixed + each * sequences."""
     import numpy as np
 
-    paths = sorted(Path(folder).glob("steps_*.jsonl"))
+    paths = sorted(path for path in Path(folder).glob("steps_*") if path.suffix in (".jsonl", ".parquet"))
     if not paths:
-        raise ProfileError(f"{folder}: no steps_*.jsonl; expected a folder of vLLM step logs")
+        raise ProfileError(f"{folder}: no steps_*.jsonl or .parquet; expected a folder of vLLM step logs")
     rows: list[Row] = []
     for path in paths:
-        lines = read_text(path, ProfileError, LOG_BYTES).splitlines()
-        steps = [parse_json(line, str(path), ProfileError) for line in lines]
+        steps = [step for _, step in log_rows(path)]
         sequences = np.array([len(step["reqs"]) for step in steps], float)
         design = np.column_stack([np.ones_like(sequences), sequences])
         for part, key in (("scheduling", "sched_ms"), ("output handling", "update_ms")):
@@ -117,45 +124,31 @@ def host_rates(folder: str | Path) -> list[Row]:
     return rows
 
 
-def _attention(folder: str | Path, name: str, gpu: Hardware, c: RooflineConstants) -> dict[str, tuple[Any, float]]:
-    context = _attention_table(folder, name, "context_attention_perf")
-    pairs = context.isl * (context.isl + 1) / 2 * context.batch_size
-    compute = 4.0 * context.num_heads * context.head_dim * pairs / (context.latency * 1e-3) / gpu.peak("bfloat16")
-    long = (context.isl >= 4096) & (context.num_heads * context.batch_size >= 32)
-    decode = _attention_table(folder, name, "generation_attention_perf")
-    moved = 4.0 * decode.num_key_value_heads * decode.head_dim * decode.batch_size * (decode.step + 1)
-    bandwidth = moved / (decode.latency * 1e-3) / gpu.memory_bandwidth
-    grouped = (moved >= 1e8) & (decode.num_key_value_heads < decode.num_heads)
+def _attention(profile: Profile, gpu: Hardware, c: RooflineConstants) -> dict[str, tuple[Any, float]]:
+    table = profile.rows_of("attention")
+    table = table[table["head_dim"] == 128]
+    whole = table[table["chunks"] != ""]
+    prompts = whole["chunks"].map(parse_chunks)
+    tokens, count = prompts.map(lambda chunks: chunks[0][0]), prompts.map(len)
+    flops = 4.0 * whole["heads"] * whole["head_dim"] * (tokens * (tokens + 1) / 2 * count)
+    compute = flops / whole["median_s"] / gpu.peak("bfloat16")
+    long = (tokens >= 4096) & (whole["heads"] * count >= 32)
+    decode = table[table["chunks"] == ""]
+    moved = 4.0 * decode["kv_heads"] * decode["head_dim"] * (decode["decode_context_total"] + decode["decodes"])
+    bandwidth = moved / decode["median_s"] / gpu.memory_bandwidth
+    grouped = (moved >= 1e8) & (decode["kv_heads"] < decode["heads"])
     return {
         "attention, prompts from 4096 tokens, share of FLOPs": (compute[long], c.attention_efficiency),
         "decode attention over 100 MB, share of bandwidth": (bandwidth[grouped], c.kv_efficiency),
     }
 
 
-def _all_reduce(folder: str | Path, name: str, gpu: Hardware, c: RooflineConstants) -> dict[str, tuple[Any, float]]:
-    table = _read(folder, name, "custom_allreduce_perf")
-    table = table[table.kernel_source.str.endswith("graph")]
-    bus = 2.0 * (table.num_gpus - 1) / table.num_gpus * 2 * table.message_size / (table.latency * 1e-3)
-    large, small = table.message_size >= 1 << 28, table.message_size <= 4096
+def _all_reduce(profile: Profile, gpu: Hardware, c: RooflineConstants) -> dict[str, tuple[Any, float]]:
+    table = profile.rows_of("all_reduce")
+    gpus, size, seconds = table["tensor_parallel"], table["bytes"], table["median_s"]
+    bus = 2.0 * (gpus - 1) / gpus * size / seconds
+    large, small = size >= 1 << 29, size <= 8192
     return {
         "all-reduce from 512 MB, share of the ring bound": (bus[large] / gpu.link_bandwidth, c.link_efficiency),
-        "all-reduce up to 8 KB, us": (table.latency[small] * 1e3, c.all_reduce_ns / 1e3),
+        "all-reduce up to 8 KB, us": (seconds[small] * 1e6, c.all_reduce_ns / 1e3),
     }
-
-
-def _gemms(folder: str | Path, name: str) -> pd.DataFrame:
-    table = _read(folder, name, "gemm_perf")
-    return table[table.gemm_dtype == "bfloat16"]
-
-
-def _attention_table(folder: str | Path, name: str, file: str) -> pd.DataFrame:
-    table = _read(folder, name, file)
-    table = table[(table.attn_dtype == "bfloat16") & (table.kv_cache_dtype == "bfloat16") & (table.head_dim == 128)]
-    return table[table.window_size == 0] if "window_size" in table else table
-
-
-def _read(folder: str | Path, name: str, file: str) -> pd.DataFrame:
-    path = Path(folder) / f"{name}_sxm" / f"{file}.parquet"
-    if not path.exists():
-        raise ProfileError(f"{path}: no such file; expected a folder of aiconfigurator tables")
-    return read_parquet(path).to_pandas()

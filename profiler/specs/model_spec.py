@@ -107,6 +107,17 @@ class ModelSpec:
         return hash((self.name, self.layers, self.hidden, self.heads, self.kv_heads, self.intermediate, self.vocab))
 
     @property
+    def context_length(self) -> int:
+        """Longest context that the model is made for: its positions, times the factor by which its rope scaling
+        stretches them where max_position does not count that already (as vLLM derives max_model_len)."""
+        scaling = self.rope_scaling or {}
+        factor, kind = scaling.get("factor"), scaling.get("rope_type", scaling.get("type", "default"))
+        if kind in ("default", "llama3", "longrope", "su") or not isinstance(factor, int | float) or factor <= 1:
+            return self.max_position
+        original = scaling.get("original_max_position_embeddings") if kind == "yarn" else None
+        return int((original or self.max_position) * factor)
+
+    @property
     def q_size(self) -> int:
         return self.heads * self.head_dim
 

@@ -32,7 +32,7 @@ def hold_alike(plan: ClusterPlan, replicas: list[Replica], pool_number: Callable
 
 def fits_everywhere(replicas: list[Replica], trace: Trace) -> bool:
     """Whether every replica could run every request of a trace from its prompt to its end."""
-    longest = Request(0, 0, int((trace.prompt_tokens + trace.max_output_tokens).max()), 0)
+    longest = Request(0, 0, trace.longest, 0)
     return not any(replica.scheduler.why_not(longest) for replica in replicas)
 
 

@@ -15,6 +15,7 @@ from profiler.cost_model import CostModel
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.replica_kind import Engine, make_engine
+from simulator.routers import router_class
 from workloads import Trace
 
 ROLES = ("serve", "prefill", "decode")
@@ -90,6 +91,16 @@ def make_cluster_plan(config: ReplayConfig, trace: Trace, cost: CostModel | None
         if one in roles and other not in roles:
             raise SimulationError(f"--pool: found a {one} pool without a {other} pool")
     return ClusterPlan(config, pools)
+
+
+def looks_for_prefixes(plan: ClusterPlan) -> bool:
+    """Whether anything in the cluster asks which prompts begin alike: a cache, a shared store, a router."""
+    config = plan.config
+    caches = any(
+        pool.engine.config.prefix_caching or getattr(pool.engine.policy, "prefix_caching", False) for pool in plan.pools
+    )
+    routes = any(router_class(name).routes_by == "prefix_hashes" for name in (config.router, config.decode_router))
+    return caches or routes or config.kv_store_gib is not None
 
 
 def parse_pool(text: str) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
 from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from policies.edges.command_line import failure_line
+from policies.edges.command_line import failure_line, tell_notes
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
 from simulator.commands.printing import (
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from simulator.simulation import Run
     from workloads import Trace
+    from workloads.reading_options import ReadingOptions
 
 app = typer.Typer(
     name="simulator",
@@ -76,9 +76,8 @@ def replay_command(
     if runs:
         if out is not None or report is not None:
             raise SimulationError("--runs prints intervals and keeps no run: it does not go with --out or --report")
-        workload = o.read_options_trace(trace, reading, settings.seed)
-        _say_notes(workload, [settings], as_json)
-        print_intervals(workload, settings, runs, as_json)
+        workload = reading.read(trace, settings.seed, limit=settings.limit)
+        print_intervals(workload, settings, runs, as_json, _tell_notes(workload, [settings]))
         return
     window = _timeline_window(timeline, follow)
     done, _ = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
@@ -156,8 +155,8 @@ def advise_command(
         workload = chosen.trace(seed=settings.seed)
         slo = slo or ",".join(f"{key}={bound:g}" for key, bound in chosen.slo.items())
     else:
-        workload = o.read_options_trace(trace, reading, settings.seed)
-    _say_notes(workload, [settings], as_json)
+        workload = reading.read(trace, settings.seed, limit=settings.limit)
+    notes = _tell_notes(workload, [settings])
     advice = advise(workload, settings, slo=slo, progress=None if as_json else say_trying)
     if out is not None:
         run_chosen(workload, advice).write(out)
@@ -165,7 +164,7 @@ def advise_command(
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        print(json.dumps(json_ready(advice.as_dict()), indent=2))
+        print(json.dumps(json_ready({**advice.as_dict(), "notes": notes}), indent=2))
         return
     print_advice(advice, out)
 
@@ -206,27 +205,27 @@ def _timeline_window(text: str | None, follow: int | None) -> Any:
 
 
 def _compare_draws(
-    path: Path | None, settings: dict[str, ReplayConfig], reading: o.TraceOptions, seeds: int, as_json: bool
+    path: Path | None, settings: dict[str, ReplayConfig], reading: ReadingOptions, seeds: int, as_json: bool
 ) -> None:
     from simulator.studies.compare_draws import compare_over_draws, comparison_rows
     from workloads.generating.resample import resample
 
     first = next(iter(settings.values())).seed
-    recorded = None if reading.arrivals else o.read_options_trace(path, reading, first)
+    recorded = None if reading.arrivals else reading.read(path, first)
 
-    seen = recorded if recorded is not None else o.read_options_trace(path, reading, first)
-    _say_notes(seen, settings.values(), as_json)
+    seen = recorded if recorded is not None else reading.read(path, first)
+    notes = _tell_notes(seen, settings.values())
 
     def draw(number: int) -> Trace:
         if recorded is None:
-            return o.read_options_trace(path, reading, first + number)
+            return reading.read(path, first + number)
         return resample(recorded, first + number)
 
     result = compare_over_draws(draw, settings, seeds, progress=None if as_json else say_draw)
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        print(json.dumps(json_ready(result.as_dict()), indent=2))
+        print(json.dumps(json_ready({**result.as_dict(), "notes": notes}), indent=2))
         return
     console = wide_console()
     console.print(comparison_rows(result))
@@ -247,7 +246,7 @@ def _one_each(settings: ReplayConfig, names: list[str]) -> Iterator[ReplayConfig
 def _replay_all(
     path: Path | None,
     settings: list[ReplayConfig],
-    reading: o.TraceOptions,
+    reading: ReadingOptions,
     out: Path | None,
     *,
     quiet: bool,
@@ -260,20 +259,20 @@ def _replay_all(
     if out is not None:
         for config in settings:
             check_run_place(out if one_folder else out / folder_name(config.policy))
-    trace = o.read_options_trace(path, reading, settings[0].seed)
+    trace = reading.read(path, settings[0].seed, limit=settings[0].limit)
     errors: dict[str, Exception] = {}
     for config in settings:
         # A mistake that all configs share shows before the first run has cost time.
         with _failing_alone(errors, config.policy, len(settings)):
             make_cluster_plan(config, trace)
     settings = [config for config in settings if config.policy not in errors]
-    _say_notes(trace, settings, quiet)
+    _tell_notes(trace, settings)
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
         for config in settings:
             with _failing_alone(errors, config.policy, len(settings) + len(errors)):
                 run = replay(trace, config, progress=start(config.policy, len(trace)))
-                run.config["replay"] = {**run.config["replay"], **_reading_fields(path, reading)}
+                run.config["replay"] = {**run.config["replay"], **reading.recorded(path)}
                 if out is not None:
                     place = out if one_folder else out / folder_name(config.policy)
                     if not quiet and (note := replaced(place, run.config)):
@@ -295,15 +294,8 @@ def _failing_alone(errors: dict[str, Exception], policy: str, policies: int) -> 
         errors[policy] = error
 
 
-def _say_notes(trace: Trace, settings: Iterable[ReplayConfig], quiet: bool) -> None:
-    from metrics.measures.slo import doubtful_bounds
-    from simulator.settings_without_effect import settings_without_effect
+def _tell_notes(trace: Trace, settings: Iterable[ReplayConfig]) -> list[str]:
+    """What trace and settings have to say before the work; every run keeps its own part of it in its notes."""
+    from simulator.settings_without_effect import notes_of_run
 
-    without = [note for config in settings for note in settings_without_effect(config, trace)]
-    doubtful = [note for config in settings if config.slo for note in doubtful_bounds(config.slo)]
-    for note in () if quiet else dict.fromkeys([*trace.notes, *without, *doubtful]):
-        print(f"note: {note}", file=sys.stderr)
-
-
-def _reading_fields(path: Path | None, reading: o.TraceOptions) -> dict[str, Any]:
-    return {**asdict(reading), "trace": str(path.resolve()) if path is not None else reading.trace}
+    return tell_notes(note for config in settings for note in notes_of_run(config, trace))

@@ -7,25 +7,22 @@ knobs of the policy; one that the policy does not have is an error that names th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from inspect import Parameter, Signature, signature
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from policies.edges.command_line import knob_flags, refuse_flags
+from policies.edges.command_line import knob_flags, refuse_flags, with_flags
 from policies.edges.input_file import read_json, read_toml
-from policies.edges.settings import check_settings
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import BUILT_IN, knobs_of, policy_class
 from simulator.commands import cluster_options, memory_options
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
-
-if TYPE_CHECKING:
-    from workloads import Trace
+from workloads import reading_options
+from workloads.reading_options import ReadingOptions
 
 POLICY, ENGINE, MEMORY, PIPELINE, TRACE, OUTPUT = "Policy", "Engine", "KV memory", "Pipeline", "Trace", "Output"
 
@@ -59,7 +56,8 @@ DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the 
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]
 TP = Annotated[int, _option("--tp", "Tensor-parallel devices per stage.", ENGINE)]
 MaxModelLen = Annotated[
-    int | None, _option("--max-model-len", "Longest prompt + output; the trace's own longest by default.", ENGINE)
+    int | None,
+    _option("--max-model-len", "Longest prompt + output; by default the trace's, if the model allows.", ENGINE),
 ]
 BlockSize = Annotated[int, _option("--block-size", "Tokens per KV block.", MEMORY)]
 NumBlocks = Annotated[int | None, _option("--num-blocks", "Usable KV blocks; by default what the GPU holds.", MEMORY)]
@@ -80,13 +78,6 @@ ChaseChunks = Annotated[
 ]
 RateScale = Annotated[float, _option("--rate-scale", "Arrivals this many times as fast.", TRACE)]
 Limit = Annotated[int | None, _option("--limit", "Only the first so many requests.", TRACE)]
-Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.", TRACE)]
-TraceFormat = Annotated[str, _option("--trace-format", "Force a trace format; auto decides by content.", TRACE)]
-ArrivalProcess = Annotated[
-    str | None, _option("--arrivals", "Arrival process in place of the trace's times, as poisson:5.5.", TRACE)
-]
-OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.", TRACE)]
-SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).", TRACE)]
 Seed = Annotated[int, _option("--seed", "Seed of everything random.", TRACE, min=0)]
 Warmup = Annotated[
     str | None, _option("--warmup", "Requests (100), seconds (30s) or auto: left out of the statistics.", OUTPUT)
@@ -130,9 +121,6 @@ Reference = Annotated[
     _option("--reference", "Run the readable reference simulator: slow, and the same in every nanosecond.", ENGINE),
 ]
 
-OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.", TRACE)]
-Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.", TRACE)]
-Window = Annotated[str | None, _option("--window", "Only arrivals from START:END seconds.", TRACE)]
 
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
 
@@ -162,14 +150,7 @@ SHARED: dict[str, tuple[Any, Any]] = {
     **cluster_options.FLAGS,
     "rate_scale": (RateScale, 1.0),
     "limit": (Limit, None),
-    "window": (Window, None),
-    "timeout": (Timeout, None),
-    "trace_format": (TraceFormat, "auto"),
-    "arrivals": (ArrivalProcess, None),
-    "sessions": (Sessions, "open"),
-    "on_bad_row": (OnBadRow, "fail"),
-    "on_unsorted": (OnUnsorted, "fail"),
-    "spread_ties": (SpreadTies, False),
+    **reading_options.FLAGS,
     "seed": (Seed, 0),
     "warmup": (Warmup, None),
     "slo": (Slo, None),
@@ -177,36 +158,11 @@ SHARED: dict[str, tuple[Any, Any]] = {
 """Flags of every command that replays a trace: name -> (annotation, default). A new one is added here alone."""
 
 
-def replay_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, written as f(ctx, its own flags, **shared), the flags of SHARED in its signature."""
-    own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
-    hints = get_type_hints(command, include_extras=True)
-    shared = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in SHARED.items()
-    ]
-    own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
-    command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
-    return command
+replay_flags = with_flags(SHARED)
+"""Gives a command, written as f(ctx, its own flags, **shared), the flags of SHARED."""
 
 
-@dataclass(frozen=True)
-class TraceOptions:
-    """How the trace is read; kept in config.json beside the replay's own fields."""
-
-    trace: str | None = None
-    trace_format: str = "auto"
-    arrivals: str | None = None
-    on_bad_row: str = "fail"
-    on_unsorted: str = "fail"
-    sessions: str = "open"
-    spread_ties: bool = False
-    timeout: float | None = None
-    window: str | None = None
-
-
-def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, TraceOptions]:
+def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig, ReadingOptions]:
     """One config from flags, config file and defaults."""
     from_file = read_config_file(config_file) if config_file is not None else {}
     flags = _given_flags(ctx)
@@ -220,9 +176,8 @@ def collect(ctx: typer.Context, config_file: Path | None) -> tuple[ReplayConfig,
     if isinstance(split := flags.get("layer_split"), str):
         flags["layer_split"] = _split(split)
     values = {**from_file, **cluster_options.as_config(flags)}
-    reading = {entry.name for entry in fields(TraceOptions)}
-    trace_options = TraceOptions(**{name: value for name, value in values.items() if name in reading})
-    check_settings(trace_options, SimulationError)
+    reading = {entry.name for entry in fields(ReadingOptions)}
+    trace_options = ReadingOptions(**{name: value for name, value in values.items() if name in reading})
     rest = {name: value for name, value in values.items() if name not in reading}
     return ReplayConfig.from_dict({**rest, "knobs": knobs}), trace_options
 
@@ -252,7 +207,7 @@ def refuse_choices(ctx: typer.Context) -> None:
 
 
 def _given_flags(ctx: typer.Context) -> dict[str, Any]:
-    known = {entry.name for entry in fields(ReplayConfig)} | {entry.name for entry in fields(TraceOptions)}
+    known = {entry.name for entry in fields(ReplayConfig)} | {entry.name for entry in fields(ReadingOptions)}
     known |= {"chunk_size", "asynchronous", "plain", *cluster_options.FLAGS}
     return {
         name: str(value) if isinstance(value, Path) else value
@@ -282,37 +237,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
-
-
-def read_options_trace(path: Path | None, options: TraceOptions, seed: int) -> Trace:
-    """The trace of a command line: its argument, or the one that the config names."""
-    from workloads import read_trace
-
-    chosen = path or (Path(options.trace) if options.trace else None)
-    if chosen is None:
-        raise SimulationError("found no trace: name a trace file, or a config that names one")
-    return read_trace(
-        chosen,
-        trace_format=options.trace_format,
-        on_bad_row=options.on_bad_row,  # type: ignore[arg-type]
-        on_unsorted=options.on_unsorted,  # type: ignore[arg-type]
-        arrivals=options.arrivals,
-        sessions=options.sessions,  # type: ignore[arg-type]
-        seed=seed,
-        spread_ties=options.spread_ties,
-        timeout_s=options.timeout,
-        window_s=_window(options.window),
-    )
-
-
-def _window(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        start, end = (float(part) for part in text.split(":"))
-    except ValueError:
-        raise SimulationError(f"--window: found {text!r}, expected START:END in seconds") from None
-    return start, end
 
 
 def _split(text: str) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
             console.print(Padding(line, (0, 0, 0, 4), expand=False), highlight=False)
 
 
-def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool) -> None:
+def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool, notes: Sequence[str] = ()) -> None:
     """What `replay --runs` found: a value and its interval of every statistic that differs between draws."""
     from simulator.studies.prediction_intervals import predict
 
@@ -48,7 +48,8 @@ def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bo
         from metrics.run_folder.folder import json_ready
 
         costs = {key: summary[key] for key in ("cost_model", "calibrated")}
-        print(json.dumps(json_ready({**costs, **{key: found._asdict() for key, found in intervals.items()}}), indent=2))
+        found_of = {key: found._asdict() for key, found in intervals.items()}
+        print(json.dumps(json_ready({**costs, **found_of, "notes": list(notes)}), indent=2))
         return
     from rich.table import Table
 
@@ -146,7 +147,8 @@ def print_runs(
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        told = summaries | {folder_name(name): {"error": line} for name, line in failures.items()}
+        told: dict[str, Any] = {folder_name(name): {**run.summary, "notes": run.notes} for name, run in runs.items()}
+        told |= {folder_name(name): {"error": line} for name, line in failures.items()}
         print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
         say_failures(failures)
         return

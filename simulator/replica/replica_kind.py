@@ -18,6 +18,7 @@ from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_b
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
 
+LONGEST_BY = "positions of the model; --max-model-len allows more"
 SAMPLED_AT_LEAST = 256
 """Rows of logits that memory has room for, however few requests may run at once (vLLM's default)."""
 
@@ -57,6 +58,7 @@ class Engine:
             num_blocks=self.num_blocks,
             block_size=config.block_size,
             max_model_len=self.max_model_len,
+            longest_by="" if config.max_model_len else LONGEST_BY,
             token_budget=config.token_budget,
             max_num_seqs=config.max_num_seqs,
             watermark=config.watermark,
@@ -103,9 +105,8 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         )
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
-    longest = int((trace.prompt_tokens + trace.max_output_tokens).max()) if len(trace) else 1
-    max_model_len = config.max_model_len or longest
     model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
+    max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
     cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)

@@ -107,6 +107,30 @@ def test_a_later_turn_reuses_what_was_really_said_and_answers_alike() -> None:
     assert shared.summary["prefix_hit_requests"] == 2
 
 
+@pytest.mark.parametrize("known_by", ["prefix_hashes", "session", "prompt_ids"])
+def test_both_worlds_find_the_same_blocks_whatever_the_trace_knows_them_by(known_by: str) -> None:
+    from simulator import replay
+
+    trace = conversation()
+    if known_by == "session":
+        trace = replace(trace, prefix_hashes=None, hash_tokens=0)
+    elif known_by == "prompt_ids":
+        ids = [[7] * 16 + [row] * (tokens - 16) for row, tokens in enumerate(trace.prompt_tokens.tolist())]
+        trace = replace(trace, prefix_hashes=None, hash_tokens=0, session=None, prompt_ids=ids)
+    live = replay_live(
+        trace,
+        loaded=model("float64", "torch", "reference"),
+        policy="chunked",
+        block_size=8,
+        prefix_caching=True,
+        as_fast_as_possible=True,
+    )
+    simulated = replay(trace, policy="chunked", block_size=8, prefix_caching=True, cost_model="roofline")
+    expected = [0, 16, 16] if known_by == "prompt_ids" else [0, 24, 48]
+    assert live.tables.column("requests", "cached_tokens").tolist() == expected
+    assert simulated.tables.column("requests", "cached_tokens").tolist() == expected
+
+
 def conversation() -> Trace:
     prompt, output = np.array([24, 48, 72]), np.array([8, 8, 8])
     hashes = [tuple(range(tokens // 8)) for tokens in prompt.tolist()]

@@ -10,12 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.__main__ import build
-from experiments.coverage.command import PROFILES, PUBLIC
 from experiments.coverage.of_intervals import EVERYTHING, Covered, by_axis, by_statistic, left_out_halves, share_held
 from experiments.errors import ExperimentError
-from profiler.measurements.profile import Profile, make_profile
-
-CARD = PROFILES / PUBLIC["rtx4090"][1]
+from profiler.measurements.facts import carried_profile
+from profiler.measurements.profile import Profile, make_profile, write_profile
 
 
 def gemms_and_decodes() -> Profile:
@@ -95,12 +93,19 @@ def test_an_option_that_makes_no_sense_is_refused_before_anything_is_fitted(opti
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not CARD.exists(), reason="profiles are not at ../shared/data/profiles")
-def test_the_command_says_of_every_axis_and_half_what_held() -> None:
+def test_the_command_says_of_every_axis_and_half_what_held(tmp_path: Path) -> None:
+    whole = carried_profile("rtx4090_llama-3.1-8b")
+    table = whole.table
+    chunks = [f"{tokens}:{prefix}" for tokens in (16, 64, 256, 1024) for prefix in (0, 512, 2048, 8192)]
+    grid = table["chunks"].isin(["", *chunks]) & table["decodes"].isin([0, 1, 4, 16, 64, 128])
+    card = tmp_path / "card.parquet"
+    write_profile(
+        Profile(table[(table["operator"] != "attention") | grid].reset_index(drop=True), whole.provenance), card
+    )
     options = [
         "coverage",
         "--profile",
-        str(CARD),
+        str(card),
         "--trace",
         "examples/trace.csv",
         "--limit",
@@ -111,7 +116,7 @@ def test_the_command_says_of_every_axis_and_half_what_held() -> None:
     ]
     done = CliRunner().invoke(build(), options)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)[str(CARD)]
+    rows = json.loads(done.stdout)[str(card)]
     halves = {(row["axis"], row["half"]) for row in rows}
     assert halves == {(a, h) for a in ("rows", "tokens", "prefix", "decodes", "context", EVERYTHING) for h in (0, 1)}
     assert len(rows) == 9 * len(halves)

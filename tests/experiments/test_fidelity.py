@@ -14,19 +14,25 @@ from typer.testing import CliRunner
 
 from experiments.__main__ import build
 from experiments.errors import ExperimentError
-from experiments.vllm.fidelity import Variant, latencies_of, make_bench, over_time, statistics
+from experiments.vllm.fidelity import Bench, Variant, latencies_of, make_bench, over_time, statistics
 from experiments.vllm.recorded_run import VllmRun, read_vllm_run
 from experiments.vllm.steps_from_request_times import by_size, decode_seconds, known_stretches, level_us
+from profiler.measurements.facts import VLLM_RUNS
 from simulator import replay
+from tests.shared_data import ORIGINALS, shared
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
-DATA = Path(__file__).parents[3] / "shared/data"
-RUN = DATA / "traces/vllm_runs/RTXPRO6000/Llama-3.1-8B"
-PRESSED = DATA / "traces/vllm_runs/RTX4090/Llama-3.1-8B"
-needs_data = pytest.mark.skipif(not RUN.exists(), reason="real runs are not at ../shared/data/traces/vllm_runs")
+RUN = VLLM_RUNS / "RTXPRO6000/Llama-3.1-8B"
+PRESSED = VLLM_RUNS / "RTX4090/Llama-3.1-8B"
+ORIGINAL = ORIGINALS / "traces/vllm_runs/RTXPRO6000/Llama-3.1-8B"
+"""The first 40 requests of RUN, in its own form."""
 
 
-@needs_data
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return make_bench(RUN)
+
+
 def test_a_run_brings_the_settings_of_its_engine() -> None:
     pressed = read_vllm_run(PRESSED)
     settings = pressed.settings()
@@ -41,7 +47,6 @@ def test_a_run_brings_the_settings_of_its_engine() -> None:
     assert pressed.latencies["ttft"][0] == pytest.approx(first["first_s"] - first["queued_s"])
 
 
-@needs_data
 def test_the_log_of_the_pressed_run_shows_that_prompts_share_blocks() -> None:
     second, blocks = read_vllm_run(PRESSED).overcommitted()
     assert 20 <= second <= 90
@@ -49,9 +54,8 @@ def test_the_log_of_the_pressed_run_shows_that_prompts_share_blocks() -> None:
     assert read_vllm_run(RUN).overcommitted() == (0.0, 0)
 
 
-@needs_data
-def test_a_replay_meets_its_aims_on_a_run_that_it_never_saw() -> None:
-    result = make_bench(RUN, profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B").replay()
+def test_a_replay_meets_its_aims_on_a_run_that_it_never_saw(bench: Bench) -> None:
+    result = bench.replay()
     errors = result.errors
     assert abs(errors["tpot"]["mean"]) < 0.01
     assert abs(errors["tpot"]["p50"]) < 0.015
@@ -63,17 +67,14 @@ def test_a_replay_meets_its_aims_on_a_run_that_it_never_saw() -> None:
     assert "perturbed" not in result.costs
 
 
-@needs_data
-def test_the_ablation_switches_one_effect_at_a_time() -> None:
-    bench = make_bench(RUN, profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B")
+def test_the_ablation_switches_one_effect_at_a_time(bench: Bench) -> None:
     equal = bench.replay(Variant("equal", {"uneven_contexts": False}))
     assert equal.errors["tpot"]["mean"] < bench.replay().errors["tpot"]["mean"] - 0.02
 
 
-@needs_data
 def test_the_command_takes_any_folder_of_the_form_and_prints_json(tmp_path: Path) -> None:
     folder = tmp_path / "RTXPRO6000/mine"
-    shutil.copytree(RUN, folder)
+    shutil.copytree(ORIGINAL, folder)
     lines = (folder / "requests.jsonl").read_text().splitlines()[:20]
     (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
     chosen = ["fidelity", "--run", str(folder), "--model", "llama-3.1-8b", "--tp", "1", "--no-ablation", "--json"]
@@ -89,17 +90,39 @@ def test_the_command_takes_any_folder_of_the_form_and_prints_json(tmp_path: Path
     assert "all_reduce" in next(line for line in other.stdout.splitlines() if "never measured near" in line)
 
 
+def test_an_original_run_is_the_carried_one() -> None:
+    carried, original = read_vllm_run(RUN), read_vllm_run(ORIGINAL)
+    columns = ["prompt", "output", "queued_s", "scheduled_s", "first_s", "last_s"]
+    pd.testing.assert_frame_equal(carried.requests[columns].head(40), original.requests[columns], rtol=0, atol=1e-9)
+    pd.testing.assert_frame_equal(carried.log, original.log)
+    assert carried.settings() == original.settings()
+    assert carried.trace().head(40).same_requests(original.trace())
+
+
+@pytest.mark.parametrize("name", ["RTX4090/Llama-3.1-8B", "RTXPRO6000/Llama-3.1-8B", "RTXPRO6000/Qwen3-32B"])
+def test_whole_original_runs_are_the_carried_ones(name: str) -> None:
+    original, carried = read_vllm_run(shared(f"traces/vllm_runs/{name}")), read_vllm_run(VLLM_RUNS / name)
+    assert carried.settings() == original.settings()
+    assert (carried.gpu, carried.largest_graph, carried.version) == (
+        original.gpu,
+        original.largest_graph,
+        original.version,
+    )
+    assert all((carried.latencies[key] == values).all() for key, values in original.latencies.items())
+
+
 def test_a_folder_that_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"meta.json: no such file; a run has requests.jsonl"):
         read_vllm_run(tmp_path)
 
 
-@needs_data
 def test_runs_of_other_forms_are_named_by_what_they_lack(tmp_path: Path) -> None:
-    shutil.copytree(RUN, tmp_path / "somewhere/mine")
+    shutil.copytree(ORIGINAL, tmp_path / "somewhere/mine")
     with pytest.raises(ExperimentError, match="names no GPU, nor do the folders around it: name it with --gpu"):
         make_bench(tmp_path / "somewhere/mine")
-    beside = make_bench(tmp_path / "somewhere/mine", profile=DATA / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B")
+    beside = make_bench(
+        tmp_path / "somewhere/mine", profile=ORIGINALS / "profiles/llmservingsim/RTXPRO6000/Llama-3.1-8B"
+    )
     assert beside.hardware.name == "rtxpro6000"
     path = tmp_path / "somewhere/mine/requests.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -8,7 +8,9 @@ import pytest
 
 from experiments.errors import ExperimentError
 from experiments.vllm.parity import compare_with_vllm
-from tests.shared_data import shared
+from profiler.measurements.bounded_parquet import log_rows
+from profiler.measurements.facts import STEP_LOGS
+from tests.shared_data import ORIGINALS
 
 LOGS = [
     ("fp32_t2q_512", 199, 0, {"num_blocks": 512, "block_size": 128}),
@@ -21,8 +23,8 @@ LOGS = [
 @pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS, ids=[log[0] for log in LOGS])
 def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engine):
     result = compare_with_vllm(
-        shared(f"vllm_cpu_steps/steps_{name}.jsonl"),
-        shared(f"vllm_cpu_steps/reqs_{name}.jsonl"),
+        STEP_LOGS / f"steps_{name}.parquet",
+        STEP_LOGS / f"reqs_{name}.parquet",
         token_budget=512,
         max_num_seqs=64,
         **engine,
@@ -35,8 +37,8 @@ def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engi
 def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
     """0.19 put every freed block at the tail; the log of 0.32 tells the two apart at step 272."""
     result = compare_with_vllm(
-        shared("vllm_cpu_steps/steps_preempt_cache_b512_k250.jsonl"),
-        shared("vllm_cpu_steps/reqs_preempt_cache_b512_k250.jsonl"),
+        STEP_LOGS / "steps_preempt_cache_b512_k250.parquet",
+        STEP_LOGS / "reqs_preempt_cache_b512_k250.parquet",
         token_budget=512,
         max_num_seqs=64,
         num_blocks=250,
@@ -46,6 +48,15 @@ def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
     )
     assert result.divergence is not None
     assert result.divergence["step"] == 272
+
+
+def test_lines_of_an_original_log_are_rows_of_the_carried_one():
+    for name in ("steps_fp32_t2q_512", "reqs_fp32_t2q_512"):
+        lines = [row for _, row in log_rows(ORIGINALS / f"vllm_cpu_steps/{name}.jsonl")]
+        rows = [row for _, row in log_rows(STEP_LOGS / f"{name}.parquet")][: len(lines)]
+        for line in lines:
+            line["reqs"] = [[int(request), *rest] for request, *rest in line.get("reqs", [])]
+        assert [{key: line[key] for key in row} for row, line in zip(rows, lines, strict=True)] == rows
 
 
 def test_a_divergence_shows_both_sides(tmp_path):

@@ -93,7 +93,7 @@ def case(number: int) -> Case:
 
     block_size = rng.choice([1, 4, 16])
     trace = _trace(rng, maybe)
-    longest = int((trace.prompt_tokens + trace.max_output_tokens).max())
+    longest = trace.longest
     room = longest // block_size + 2
     policy = rng.choice(list(KNOBS))
     options: dict[str, Any] = {

@@ -89,7 +89,7 @@ NOT_HERE = {
 """What is only parsed: pattern -> what running it would take."""
 
 QUICK = ("--quick", "--workers", "0")
-PROFILE = "../shared/data/profiles/llmservingsim/RTX4090/Llama-3.1-8B"
+PROFILE = "tests/originals/profiles/llmservingsim/RTX4090/Llama-3.1-8B"
 LESS = {
     ("executor", "replay"): ("--limit", "3", "--as-fast-as-possible"),
     ("executor", "bench"): ("--model", "nano", "--chunk", "16", "--decodes", "2", "--context", "16", "--repeats", "1"),
@@ -161,12 +161,6 @@ FIRST = {
 }
 """What a command reads that another of the pages makes: run before it, where the file is not there yet."""
 
-DEFAULTS = {
-    ("profiler", "published"): ["../shared/data/groundtruth"],
-    ("profiler", "rates"): ["../shared/data/profiles/aiconfigurator", "../shared/data/vllm_cpu_steps"],
-}
-"""What a command reads where the page names no folder."""
-
 NAMES = {"P": "p.parquet", "FOLDER": PROFILE, "GPU": "h100", "G": "h100", "M": "nano", "N": "0", "FROM:TO": "0:10"}
 LOG_LINE = '{"input_toks": 20, "output_toks": 5, "arrival_time": 1.5, "queued_ts": 2.5, "first_token_ts": 3, "last_token_ts": 5}\n'
 
@@ -177,10 +171,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     work = folder / "work"
     work.mkdir()
-    for name in ("examples", "docs"):
+    for name in ("examples", "docs", "tests", "profiler"):
         (work / name).symlink_to(ROOT / name)
-    if (ROOT.parent / "shared").exists():
-        (folder / "shared").symlink_to((ROOT.parent / "shared").resolve())
     rows = "".join(f"{row * 0.05:.2f},{40 + row % 7 * 30},{3 + row % 5}\n" for row in range(60))
     for name in ("trace.csv", "t.csv", "pipeline.csv", "TRACE"):
         (work / name).write_text("arrival_s,prompt_tokens,output_tokens\n" + rows)
@@ -225,9 +217,6 @@ def run_once(words: tuple[str, ...], place: Path, what: str) -> None:
     for name, command in FIRST.items():
         if name in words and words[words.index(name) - 1] != "--out" and not (place / name).exists():
             run_once(on_less(*command), place, f"{what}, before it {command}")
-    read = [word for word in words if word.startswith("../shared")] + DEFAULTS.get(words[:2], [])
-    if any(not (place / path).exists() for path in read):
-        pytest.skip("../shared is not part of the project")
     with at_most(90):
         ended = run(*words)
     if re.search("distinct iterations|nothing was measured", ended.err):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
+from profiler.measurements.facts import VLLM_RUNS
 from profiler.specs.hardware import load_hardware
 from profiler.specs.memory_plan import num_blocks, plan_memory, slots
 from profiler.specs.model_config import load_model_spec
 from profiler.specs.useful_work import byte_coefficients, bytes_of, flop_coefficients, flops_of, peaks
 
-VLLM_RUN = Path("../shared/data/traces/vllm_runs/RTX4090/Llama-3.1-8B/meta.json")
+VLLM_RUN = VLLM_RUNS / "RTX4090/Llama-3.1-8B/meta.json"
 
 
 @pytest.mark.parametrize(("length", "by_formula"), [(1024, 18), (2048, 9), (3072, 6)])
@@ -36,7 +36,6 @@ def test_a_slot_by_hand() -> None:
     assert slots(load_model_spec("llama-3-70b"), gpu, max_tokens=4096) == 0
 
 
-@pytest.mark.skipif(not VLLM_RUN.exists(), reason=f"{VLLM_RUN} is absent")
 def test_blocks_are_close_to_what_vllm_found_on_an_rtx_4090() -> None:
     """vLLM measures its activations, we compute them: 2,588 blocks of 16 at utilisation 0.9, reproduced within 5 %."""
     meta = json.loads(VLLM_RUN.read_text())

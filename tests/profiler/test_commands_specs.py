@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from policies.work.batch import BatchShape
+from profiler.errors import ProfileError
 from profiler.measurements.published_steps import predicted_ms, published_steps
-
-KERNELS = Path("../shared/data/profiles/aiconfigurator")
-PUBLISHED = Path("../shared/data/groundtruth")
 
 
 def profiler(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +42,7 @@ def test_predict_adds_up_and_says_that_it_is_uncalibrated() -> None:
         (("capacity", "--model", "llama-3-70b", "--gpu", "h100"), "error: llama-3-70b does not fit on h100"),
         (("predict", "--model", "tiny", "--gpu", "h100", "--chunk", "1@-5"), "error: --chunk: found '1@-5'"),
         (("predict", "--model", "tiny", "--gpu", "h100"), "error: predict: give at least one"),
-        (("published", "--data", "nowhere"), "error: nowhere: no such folder"),
+        (("published", "--data", "nowhere"), "error: nowhere: no such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says: str) -> None:
@@ -53,16 +52,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], says:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(not KERNELS.exists(), reason=f"{KERNELS} is absent")
 def test_constants_lie_near_what_kernels_reach_on_three_gpus() -> None:
-    from profiler.measurements.kernel_rates import gemm_errors, kernel_rates
+    from profiler.measurements.kernel_rates import gemm_errors, kernel_profiles, kernel_rates
 
-    for row in kernel_rates(KERNELS):
+    profiles = kernel_profiles()
+    for row in kernel_rates(profiles):
         assert 0.65 < row["constant"] / row["p50"] < 1.3, row
-    assert all(row["median_abs"] < 0.25 for row in gemm_errors(KERNELS))
+    assert all(row["median_abs"] < 0.25 for row in gemm_errors(profiles))
 
 
-@pytest.mark.skipif(not PUBLISHED.exists(), reason=f"{PUBLISHED} is absent")
 def test_the_roofline_stays_near_kernels_and_below_systems_that_wait_for_their_host() -> None:
     """Linear layers alone are within 20 % at the median; eager serving systems of 2023 take longer, never shorter."""
     from statistics import median
@@ -70,7 +68,7 @@ def test_the_roofline_stays_near_kernels_and_below_systems_that_wait_for_their_h
     from profiler.load import load_cost_model
 
     errors: dict[str, list[float]] = {}
-    for step in published_steps(PUBLISHED):
+    for step in published_steps():
         cost = load_cost_model(step.model, step.gpu, cost_model="roofline", dtype="float16", tp=step.tp)
         ms = predicted_ms(cost, step)
         assert ms is not None
@@ -80,3 +78,16 @@ def test_the_roofline_stays_near_kernels_and_below_systems_that_wait_for_their_h
     assert median(map(abs, errors["SARATHI Table 2"])) < 0.2
     assert median(errors["Splitwise"]) < 0
     assert median(errors["Sarathi-Serve artifact"]) < 0
+
+
+def test_published_steps_are_read_from_a_table_of_ones_own(tmp_path: Path) -> None:
+    row = "me,mine,two chunks,llama-3.1-8b,h100,1,iteration,512:0 128:1024,3,3000,1200,5,12.5"
+    columns = "source,group,what,model,gpu,tp,part,chunks,decodes,context_total,context_max,sampled,measured_ms"
+    table = tmp_path / "steps.csv"
+    table.write_text(f"{columns}\n{row}\n")
+    (step,) = published_steps(table)
+    assert step.shape == BatchShape(((512, 0), (128, 1024)), 3, 3000, 1200, sampled=5)
+    assert (step.measured_ms, step.part) == (12.5, "iteration")
+    table.write_text(f"{columns}\n{row.replace('12.5', '-1')}\n")
+    with pytest.raises(ProfileError, match=r"steps.csv, line 2: expected measured_ms above 0"):
+        published_steps(table)

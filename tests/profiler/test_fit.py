@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from profiler.__main__ import build
 from profiler.judging.holdout import held_out, summary
-from profiler.measurements.importers import import_profile
+from profiler.measurements.facts import STEP_LOGS, carried_profile
 from profiler.measurements.profile import Profile
 from profiler.operators.fitting.error_factors import factors, half_widths
 from profiler.operators.fitting.folds import folds
@@ -21,9 +21,7 @@ from profiler.operators.laws.lattice import Lattice
 from profiler.operators.laws.row_curves import RowCurve
 from profiler.operators.laws.smooth_batch_law import BatchLaw, batch_us, chunk_share_us, context_steps
 from profiler.specs.hardware import load_hardware
-
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
+from tests.shared_data import ORIGINALS
 
 LAW = GemmLaw((0.8,) * 8, memory=0.8, launch_us=3.0, tile_us=0.0, sms=100, flops_per_us=300e6, bytes_per_us=2e6)
 
@@ -85,9 +83,8 @@ def test_folds_leave_out_whole_values_and_never_a_twin() -> None:
     assert {128, 129} <= set(one) or {128, 129} <= set(two)
 
 
-@needs_data
 def test_structures_left_out_are_predicted_within_the_aims_where_the_grid_allows() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     mixed = (profile.table["chunks"] != "") & (profile.table["decodes"] > 0)
     alone = Profile(profile.table[~mixed].reset_index(drop=True), {})
     errors = summary(held_out(alone, load_hardware("rtx4090"), iterations=False))
@@ -98,9 +95,8 @@ def test_structures_left_out_are_predicted_within_the_aims_where_the_grid_allows
         assert 0.8 <= error["coverage"] <= 0.99, (name, error)
 
 
-@needs_data
 def test_the_first_form_is_told_by_its_kernels_own_tiles() -> None:
-    profile = import_profile("llmservingsim-v0", DATA / "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B")
+    profile = carried_profile("a6000_llama-3.1-8b")
     attention = Profile(profile.rows_of("attention").reset_index(drop=True), {})
     errors = summary(held_out(attention, load_hardware("a6000"), iterations=False))
     assert set(errors) == {f"decode {axis}" for axis in ("batch sizes", "contexts")} | {
@@ -111,10 +107,9 @@ def test_the_first_form_is_told_by_its_kernels_own_tiles() -> None:
         assert error["p95"] < 0.08, name
 
 
-@needs_data
 def test_batches_that_no_engine_can_run_are_told_apart() -> None:
     """Llama-3.1-8B leaves an RTX 4090 room for some 40,000 tokens; its profile goes on to 256 decodes of 16,384."""
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     table = profile.rows_of("attention")
     decodes = Profile(table[table["chunks"] == ""].reset_index(drop=True), {})
     tables = held_out(decodes, load_hardware("rtx4090"), iterations=False)
@@ -133,10 +128,9 @@ def test_intervals_are_wider_where_nothing_was_measured() -> None:
     assert factors(measured, 1) == factors(measured, 1) != factors(measured, 2)
 
 
-@needs_data
 def test_import_and_fit_from_the_command_line(tmp_path: Path) -> None:
     run = CliRunner().invoke
-    source = str(DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    source = str(ORIGINALS / "profiles/llmservingsim/RTX4090/Llama-3.1-8B")
     made = run(build(), ["import", "llmservingsim", source, "--out", str(tmp_path / "p.parquet")])
     assert made.exit_code == 0, made.output
     fitted = run(build(), ["fit", str(tmp_path / "p.parquet"), "--out", str(tmp_path / "m.json"), "--no-check"])
@@ -144,14 +138,13 @@ def test_import_and_fit_from_the_command_line(tmp_path: Path) -> None:
     assert "rtx4090, 11 operators" in fitted.output
 
 
-@needs_data
 def test_a_step_log_of_vllm_calibrates_what_no_kernel_profile_knows(tmp_path: Path) -> None:
     run = CliRunner().invoke
-    log = DATA.parent / "vllm_cpu_steps/steps_fp32_t2q_512.jsonl"
+    log = STEP_LOGS / "steps_fp32_t2q_512.parquet"
     done = run(build(), ["refine", "rtx4090", "--run", str(log), "--model", "tiny", "--out", str(tmp_path / "m.json")])
     assert done.exit_code == 0, done.output
     shown = run(build(), ["report", str(tmp_path / "m.json")])
-    assert "CALIBRATED on log steps_fp32_t2q_512.jsonl" in shown.output
+    assert "CALIBRATED on log steps_fp32_t2q_512.parquet" in shown.output
     assert "host_before_us" in shown.output
 
 

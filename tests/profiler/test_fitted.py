@@ -18,7 +18,7 @@ from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
 from profiler.load import load_cost_model
-from profiler.measurements.importers import import_profile
+from profiler.measurements.facts import carried_profile
 from profiler.operators.compose import compose
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel, find_fitted
@@ -30,8 +30,6 @@ from profiler.specs.hardware import load_hardware
 from profiler.specs.model_config import load_model_spec
 from profiler.specs.shape_columns import ShapeColumns
 
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
 PLAIN = EngineTerms(graph_padding=False, uneven_contexts=False, compiled=False)
 
 
@@ -130,9 +128,8 @@ def test_a_breakdown_sums_exactly(shape: BatchShape, pp: int) -> None:
     assert sum(fitted.breakdown(shape).values()) == whole
 
 
-@needs_data
 def test_measured_points_come_back() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     fitted = compose(
         fit_device(profile, load_hardware("rtx4090")),
         load_model_spec("llama-3.1-8b"),
@@ -151,9 +148,8 @@ def test_measured_points_come_back() -> None:
     assert chunk["attention"] == pytest.approx(32 * 165.9e3, rel=1e-3)
 
 
-@needs_data
 def test_a_profile_twice_as_slow_predicts_twice_the_time() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     hardware, spec = load_hardware("rtx4090"), load_model_spec("llama-3.1-8b")
     terms = EngineTerms(compiled=False)
     batch = [BatchShape(((300, 0), (200, 900)), 40, 40_000, 3000, 0, 42), BatchShape((), 7, 7000, 1800, 0, 7)]

@@ -9,8 +9,9 @@ import pytest
 
 from profiler.errors import ProfileError
 from profiler.specs.hardware import hardware_names, load_hardware
+from tests.shared_data import ORIGINALS
 
-TABLE = Path("../shared/data/hardware.csv")
+TABLE = ORIGINALS / "hardware.csv"
 ROW_OF = {
     "h100": "H100-SXM",
     "h200": "H200-SXM",
@@ -25,7 +26,6 @@ ROW_OF = {
 }
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason=f"{TABLE} is absent")
 @pytest.mark.parametrize("name", ROW_OF)
 def test_facts_equal_the_collected_table(name: str) -> None:
     with TABLE.open(newline="") as file:

@@ -11,15 +11,16 @@ import pytest
 
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
+from profiler.measurements.facts import carried_profile, carried_profiles
 from profiler.measurements.importers import import_profile
 from profiler.measurements.profile import Profile
 from profiler.operators.compose import compose
 from profiler.operators.fitting.device_fit import fit_device
 from profiler.specs.hardware import load_hardware
 from profiler.specs.model_config import load_model_spec
+from tests.shared_data import ORIGINALS, shared
 
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
+DATA = ORIGINALS / "profiles"
 
 
 def seconds(profile: Profile, **values: object) -> float:
@@ -29,7 +30,6 @@ def seconds(profile: Profile, **values: object) -> float:
     return float(times.iloc[0])
 
 
-@needs_data
 def test_llmservingsim_times_are_microseconds_and_skew_covers_three_runs() -> None:
     profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
     assert seconds(profile, operator="ffn_up", rows=16) == pytest.approx(253.327e-6)
@@ -41,7 +41,6 @@ def test_llmservingsim_times_are_microseconds_and_skew_covers_three_runs() -> No
     assert seconds(uneven, decode_context_total=640, decode_context_max=512) == pytest.approx(53.343e-6 / 3)
 
 
-@needs_data
 def test_newer_llmservingsim_tables_say_the_same(tmp_path: Path) -> None:
     """prefill_key = kv_prefill + prefill_chunk / 2; kernels by name; uneven batches listed; a variant's folder."""
     old = DATA / "llmservingsim/RTX4090/Llama-3.1-8B"
@@ -67,7 +66,6 @@ def test_newer_llmservingsim_tables_say_the_same(tmp_path: Path) -> None:
         import_profile("llmservingsim", new)
 
 
-@needs_data
 def test_llmservingsim_all_reduces_lie_beside_the_models_of_a_card(tmp_path: Path) -> None:
     old, card = DATA / "llmservingsim/RTXPRO6000/Llama-3.1-8B", tmp_path / "RTXPRO6000"
     shutil.copytree(old, card / "meta-llama/Llama-3.1-8B/bf16")
@@ -92,7 +90,6 @@ def test_llmservingsim_all_reduces_lie_beside_the_models_of_a_card(tmp_path: Pat
     assert other.breakdown(shape)["all_reduce"] == pytest.approx(129 * (13.5e3 + 2048 * 10240 / (0.57 * 64)), rel=0.01)
 
 
-@needs_data
 def test_llmservingsim_degrees_are_told_apart() -> None:
     profile = import_profile("llmservingsim", DATA / "llmservingsim/RTXPRO6000/Llama-3.1-8B")
     heads = profile.rows_of("attention")[["tensor_parallel", "heads", "kv_heads"]].drop_duplicates()
@@ -101,7 +98,6 @@ def test_llmservingsim_degrees_are_told_apart() -> None:
     assert one.table["tensor_parallel"].unique().tolist() == [2]
 
 
-@needs_data
 def test_the_first_form_mixes_nanoseconds_and_milliseconds_and_counts_the_whole_batch() -> None:
     profile = import_profile("llmservingsim-v0", DATA / "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B")
     assert seconds(profile, operator="ffn_down", rows=128) == pytest.approx(177.0e-6, rel=1e-3)
@@ -130,7 +126,6 @@ def test_a_broken_cell_is_named_by_file_row_and_column(tmp_path: Path) -> None:
         import_profile("llmservingsim", tmp_path / "Llama-3.1-8B")
 
 
-@needs_data
 def test_aiconfigurator_counts_all_reduce_messages_in_elements_and_contexts_without_the_new_token() -> None:
     profile = import_profile("aiconfigurator", DATA / "aiconfigurator/a100_sxm")
     assert seconds(profile, operator="gemm", rows=8192, n=65536, k=4096) == pytest.approx(15.28754e-3)
@@ -181,7 +176,6 @@ def test_vidur_folders_have_milliseconds_and_contexts_of_one_request(tmp_path: P
 TRUTH = DATA.parent / "groundtruth"
 
 
-@needs_data
 def test_splitwise_repeats_tell_the_noise_and_distserve_fits_become_iterations() -> None:
     splitwise = import_profile("splitwise", TRUTH / "splitwise_a100_repeats.csv", model="llama2-70b", tensor_parallel=2)
     prompt = splitwise.only(chunks="512:0", repeats=5).table
@@ -193,3 +187,33 @@ def test_splitwise_repeats_tell_the_noise_and_distserve_fits_become_iterations()
     )
     ms = 22.052204789310185 + 0.14050923870128956 * 512 + 8.076584822611088e-06 * 512**2
     assert seconds(fits.only(model="opt-13b"), chunks="512:0") == pytest.approx(ms * 1e-3)
+
+
+ORIGINAL = {
+    "a6000_llama-3.1-8b": ("llmservingsim-v0", "llmservingsim/v0/A6000/meta-llama/Llama-3.1-8B"),
+    "a100": ("aiconfigurator", "aiconfigurator/a100_sxm"),
+    "rtx4090_llama-3.1-8b": ("llmservingsim", "llmservingsim/RTX4090/Llama-3.1-8B"),
+    "rtxpro6000_llama-3.1-8b": ("llmservingsim", "llmservingsim/RTXPRO6000/Llama-3.1-8B"),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_rows_of_an_original_are_rows_of_the_carried_profile(name: str) -> None:
+    kind, folder = ORIGINAL[name]
+    some, whole = import_profile(kind, DATA / folder).table, carried_profile(name).table
+    keys = [column for column in some if column not in ("min_s", "max_s")]
+    both = some[keys].drop_duplicates().merge(whole[keys].drop_duplicates(), how="left", indicator=True)
+    assert len(some) > 100
+    assert (both["_merge"] == "both").all(), both[both["_merge"] != "both"].head()
+
+
+@pytest.mark.parametrize("name", ORIGINAL)
+def test_whole_originals_are_the_carried_profiles(name: str) -> None:
+    kind, folder = ORIGINAL[name]
+    pd.testing.assert_frame_equal(import_profile(kind, shared(f"profiles/{folder}")).table, carried_profile(name).table)
+
+
+def test_an_unknown_carried_profile_is_one_clear_line() -> None:
+    assert "h100" in carried_profiles()
+    with pytest.raises(ProfileError, match=r"profile 'h999': not carried, expected one of a100, a6000_llama"):
+        carried_profile("h999")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiler.measurements.importers import import_profile
+from profiler.measurements.facts import carried_profile
 from profiler.operators.attention_cells import Axis, evaluated, polynomials
 from profiler.operators.fitting.attention_fit import AttentionFit, fit_attention
 from profiler.operators.fitting.tabled_mixed import tabled
@@ -20,8 +18,6 @@ from profiler.operators.laws.prefill_law import PrefillLaw, dealt_steps, fit_pre
 from profiler.operators.laws.smooth_batch_law import BatchLaw
 from profiler.specs.hardware import load_hardware
 
-DATA = Path(__file__).parents[3] / "shared/data/profiles"
-needs_data = pytest.mark.skipif(not DATA.exists(), reason="public profiles are not at ../shared/data/profiles")
 LAW = PrefillLaw(launch=2.0, step=3.0, block=0.0, write=0.0, slots=188)
 
 
@@ -131,9 +127,8 @@ def test_the_stride_of_such_a_kernel_shows_in_its_times() -> None:
     assert found.resized(32).us(decodes, context) == pytest.approx(truth.us(decodes, context), rel=0.05)
 
 
-@needs_data
 def test_contexts_of_one_decode_alone_are_told_by_prices_of_its_own() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     table = profile.rows_of("attention")
     alone = table[(table["chunks"] == "") & ~table["backend"].str.contains("twin")]
     kept = alone[~alone["decode_context_max"].isin([64, 128])]
@@ -160,9 +155,8 @@ def test_a_cache_that_overflows_makes_every_head_wait_for_memory() -> None:
     assert overflows == pytest.approx(4 + 4 * steps[1] + 32 * (0.5 * 524.288 - 4 * steps[1] / 32))
 
 
-@needs_data
 def test_the_cache_of_a_card_shows_in_its_mixed_batches() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     rows = profile.rows_of("attention")
     short = rows["chunks"].isin([f"{tokens}:{prefix}" for tokens in (16, 256) for prefix in (0, 4096)])
     fit = fit_attention(rows[(rows["decodes"] == 0) | short & rows["decodes"].isin((8, 64, 128))], 128)
@@ -175,9 +169,8 @@ def test_the_cache_of_a_card_shows_in_its_mixed_batches() -> None:
     assert tabled(fit).batch_us(*between) == pytest.approx(fit.batch_us(*between), rel=0.05)
 
 
-@needs_data
 def test_one_decode_is_a_kernel_of_its_own_and_twins_tell_what_uneven_costs() -> None:
-    profile = import_profile("llmservingsim", DATA / "llmservingsim/RTX4090/Llama-3.1-8B")
+    profile = carried_profile("rtx4090_llama-3.1-8b")
     fit = fit_attention(profile.rows_of("attention"), load_hardware("rtx4090").sms)
     # attention.csv: one decode of 16 tokens 9.31 us, two 13.6.
     assert fit.decode_us([1, 2], [16, 16]).tolist() == pytest.approx([9.31, 13.59], rel=2e-3)

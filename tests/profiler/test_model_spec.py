@@ -13,13 +13,12 @@ from profiler.errors import ProfileError
 from profiler.specs.model_config import load_model_spec, model_names
 from profiler.specs.model_spec import ModelSpec
 from profiler.specs.useful_work import bytes_of, flops_of
+from tests.shared_data import ORIGINALS
 
-SHAPES = Path("../shared/data/model_shapes.csv")
+SHAPES = ORIGINALS / "model_shapes.csv"
 
 
 def published_shapes() -> list[dict[str, str]]:
-    if not SHAPES.exists():
-        return []
     with SHAPES.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -52,7 +51,6 @@ def llama_config(**changes: object) -> dict[str, object]:
     return {key: value for key, value in keys.items() if value != "absent"}
 
 
-@pytest.mark.skipif(not SHAPES.exists(), reason=f"{SHAPES} is absent")
 @pytest.mark.parametrize("row", published_shapes(), ids=lambda row: row["model"])
 def test_parameters_and_kv_bytes_equal_the_published_table(row: dict[str, str]) -> None:
     spec = load_model_spec(row["model"])
@@ -283,3 +281,20 @@ def test_what_fits_into_64_bits_is_counted_to_the_last_pair() -> None:
     pairs = 10**6 * (10**6 + 1) // 2
     by_hand = 524_288 * pairs + spec.linear_flops_per_token() * 10**6 + spec.head_flops_per_row
     assert flops_of(spec, [BatchShape(((10**6, 0),), sampled=1)]).tolist() == [by_hand]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, 4096),
+        ({"rope_type": "linear", "factor": 4.0}, 16_384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}, 4096),
+        ({"rope_type": "longrope", "factor": 32.0}, 4096),
+    ],
+)
+def test_rope_scaling_stretches_the_context_where_positions_do_not_count_it_yet(scaling, expected) -> None:
+    from dataclasses import replace
+
+    spec = replace(load_model_spec("llama-2-7b"), rope_scaling=scaling)
+    assert spec.context_length == expected

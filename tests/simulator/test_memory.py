@@ -84,7 +84,9 @@ def test_a_later_turn_finds_prompt_and_answer_of_the_earlier_one():
     assert cached == [0, 48, 96]
     assert (found.summary["cached_tokens"], found.summary["prefix_hit_requests"]) == (144, 2)
     assert found.summary["cached_share"] == 144 / (32 + 84 + 136)
-    unknown = run(conversation(hashes=False), prefix_caching=True, num_blocks=100, policy="chunked")
+    by_session = conversation(hashes=False)
+    assert run(by_session, prefix_caching=True, num_blocks=100, policy="chunked").summary["cached_tokens"] == 144
+    unknown = run(replace(by_session, history="none"), prefix_caching=True, num_blocks=100, policy="chunked")
     assert unknown.summary["cached_tokens"] == 0
 
 

@@ -157,3 +157,16 @@ def test_leaps_do_happen():
 def test_an_unknown_option_is_refused():
     with pytest.raises(ValueError, match="no knob 'chunksize'"):
         run(trace_of([(0, 4, 5)]), ConstantCost(device_ns=S), knobs={"chunksize": 3})
+
+
+def test_a_request_beyond_the_models_positions_is_rejected_unless_a_longer_context_is_allowed():
+    """LLaMA-2 has 4,096 positions; a decode pool would meet the second request only after its prompt."""
+    trace = trace_of([(0, 10_000, 100), (0, 4_000, 100), (1, 3_000, 100)])
+    for pools in ((), ({"role": "prefill", "replicas": 1}, {"role": "decode", "replicas": 1})):
+        bounded = run(trace, ConstantCost(S), model="llama-2-7b", pools=pools)
+        assert bounded.tables.frame("requests")["status"].tolist() == ["rejected", "rejected", "finished"]
+        reason = bounded.tables.column("requests", "reason")[0]
+        assert "10100 tokens, more than the longest allowed 4096 (positions of the model; --max-model-len" in reason
+        assert (
+            run(trace, ConstantCost(S), model="llama-2-7b", pools=pools, max_model_len=20_000).summary["rejected"] == 0
+        )

@@ -167,10 +167,10 @@ def test_a_router_of_ones_own(tmp_path):
         ({"replicas": 2, "router": "session_affinity"}, {}, "router session_affinity: the trace has no session"),
         ({"replicas": 2, "router": "session_affinity"}, {"session": ["a", None]}, None),
         ({"replicas": 1, "router": "session_affinity"}, {}, None),
-        ({"replicas": 2, "router": "prefix_affinity"}, {"session": ["a", "a"]}, "has no prefix_hashes"),
+        ({"replicas": 2, "router": "prefix_affinity"}, {"session": ["a", "b"]}, "has no prefix_hashes"),
         ({"replicas": 2, "router": "prefix_affinity"}, {"prefix_hashes": [(1,), ()], "hash_tokens": 16}, None),
         ({"replicas": 2, "router": "least_kv"}, {}, None),
-        ({"prefix_caching": True}, {}, "--prefix-caching: the trace has no prefix_hashes and no session"),
+        ({"prefix_caching": True}, {}, "--prefix-caching: the trace has no prefix_hashes, no prompt_ids"),
         ({"prefix_caching": True}, {"prefix_hashes": [(1,), (1,)], "hash_tokens": 16}, None),
     ],
 )

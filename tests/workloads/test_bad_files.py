@@ -85,8 +85,8 @@ BAD_FILES = {
         SECOND + "'after_row': found 5, expected an earlier row",
     ),
     "too many hashes": (
-        '{"timestamp":0,"input_length":512,"output_length":2,"hash_ids":[1,2]}',
-        r"row 1 \(line 1\), column 'hash_ids': found \[1, 2\], expected at most one hash per 512 prompt tokens",
+        '{"timestamp":0,"input_length":512,"output_length":2,"hash_ids":[1,2,3]}',
+        r"row 1 \(line 1\), column 'hash_ids': found \[1, 2, 3\], expected at most one hash per 512 prompt tokens",
     ),
 }
 

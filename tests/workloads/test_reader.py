@@ -7,17 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.shared_data import ORIGINALS, shared
 from workloads import Trace, TraceError, read_trace, write_trace
 
-TRACES = Path(__file__).parents[2] / "../shared/data/traces"
+TRACES = ORIGINALS / "traces"
+CARRIED = Path(__file__).parents[2] / "profiler/data/facts/traces"
 NS = 1_000_000_000
-
-
-@pytest.fixture
-def traces() -> Path:
-    if not TRACES.is_dir():
-        pytest.skip("the public traces (../shared/data/traces) are not here")
-    return TRACES
 
 
 def lines(path: Path, *rows: str) -> Path:
@@ -25,9 +20,8 @@ def lines(path: Path, *rows: str) -> Path:
     return path
 
 
-def test_azure_conversation_has_its_published_quantiles(traces: Path) -> None:
-    trace = read_trace(traces / "azure2023/AzureLLMInferenceTrace_conv.csv")
-    assert trace.source_format == "azure"
+def test_azure_conversation_has_its_published_quantiles() -> None:
+    trace = read_trace(CARRIED / "azure2023_conv.parquet")
     assert len(trace) == 19_366
     assert trace.arrival_ns[:3].tolist() == [0, 4_314_579_000, 4_541_877_000]
     assert np.percentile(trace.prompt_tokens, [50, 99], method="lower").tolist() == [1020, 4142]
@@ -35,60 +29,78 @@ def test_azure_conversation_has_its_published_quantiles(traces: Path) -> None:
     assert trace.max_output_tokens.tolist() == trace.output_tokens.tolist()
 
 
-def test_vidurs_form_of_the_azure_trace_is_the_same_trace(traces: Path) -> None:
-    azure = read_trace(traces / "azure2023/AzureLLMInferenceTrace_conv.csv")
-    vidur = read_trace(traces / "azure2023/vidur_splitwise_conv.csv")
+def test_rows_of_the_original_azure_trace_are_those_carried() -> None:
+    original = read_trace(TRACES / "azure2023/AzureLLMInferenceTrace_conv.csv")
+    assert (original.source_format, len(original)) == ("azure", 200)
+    assert original.same_requests(read_trace(CARRIED / "azure2023_conv.parquet").head(200))
+
+
+def test_all_rows_of_the_original_traces_are_those_carried() -> None:
+    for name, path in {
+        "azure2023_conv": "azure2023/AzureLLMInferenceTrace_conv.csv",
+        "azure2023_code": "azure2023/AzureLLMInferenceTrace_code.csv",
+        "mooncake_conversation": "mooncake/conversation_trace.jsonl",
+    }.items():
+        assert read_trace(shared(f"traces/{path}")).same_requests(read_trace(CARRIED / f"{name}.parquet"))
+
+
+def test_vidurs_form_of_the_azure_trace_is_the_same_trace() -> None:
+    azure = read_trace(TRACES / "azure2023/AzureLLMInferenceTrace_conv.csv")
+    vidur = read_trace(TRACES / "azure2023/vidur_splitwise_conv.csv")
     assert vidur.source_format == "vidur"
     assert vidur.prompt_tokens.tolist() == azure.prompt_tokens.tolist()
     assert np.abs(vidur.arrival_ns - azure.arrival_ns).max() <= 1000
 
 
-def test_mooncake_keeps_hashes_and_ties(traces: Path) -> None:
-    trace = read_trace(traces / "mooncake/conversation_trace.jsonl")
-    assert (trace.source_format, len(trace), trace.hash_tokens) == ("mooncake", 12_031, 512)
+def test_mooncake_keeps_hashes_and_ties() -> None:
+    trace = read_trace(TRACES / "mooncake/conversation_trace.jsonl")
+    assert (trace.source_format, len(trace), trace.hash_tokens) == ("mooncake", 300, 512)
     assert trace.request(1).prefix_hashes[:3] == (0, 14, 15)
     assert len(trace.request(0).prefix_hashes) == 14 == -(-trace.prompt_tokens[0] // 512)
-    assert trace.arrival_ns[-1] == 3_536_999 * 1_000_000
-    assert len(np.unique(trace.arrival_ns)) < len(trace) / 5
+    whole = read_trace(CARRIED / "mooncake_conversation.parquet")
+    assert len(whole) == 12_031
+    assert whole.arrival_ns[-1] == 3_536_999 * 1_000_000
+    assert len(np.unique(whole.arrival_ns)) < len(whole) / 5
+    assert whole.head(300).same_requests(trace)
 
 
-def test_spreading_ties_keeps_order_and_never_reaches_the_next_time(traces: Path) -> None:
-    tied = read_trace(traces / "mooncake/conversation_trace.jsonl")
-    spread = read_trace(traces / "mooncake/conversation_trace.jsonl", spread_ties=True, seed=3)
-    again = read_trace(traces / "mooncake/conversation_trace.jsonl", spread_ties=True, seed=3)
+def test_spreading_ties_keeps_order_and_never_reaches_the_next_time() -> None:
+    tied = read_trace(TRACES / "mooncake/conversation_trace.jsonl")
+    spread = read_trace(TRACES / "mooncake/conversation_trace.jsonl", spread_ties=True, seed=3)
+    again = read_trace(TRACES / "mooncake/conversation_trace.jsonl", spread_ties=True, seed=3)
     assert spread.arrival_ns.tolist() == again.arrival_ns.tolist()
+    assert spread.arrival_ns.tolist() != tied.arrival_ns.tolist()
     assert spread.prompt_tokens.tolist() == tied.prompt_tokens.tolist()
     assert (spread.arrival_ns >= tied.arrival_ns).all()
-    later = tied.arrival_ns > tied.arrival_ns[:, None][:500]
+    later = tied.arrival_ns > tied.arrival_ns[:, None]
     following = np.where(later.any(1), tied.arrival_ns[later.argmax(1)], np.iinfo(np.int64).max)
-    assert (spread.arrival_ns[:500] < following).all()
+    assert (spread.arrival_ns < following).all()
 
 
-def test_vllm_logs_arrive_when_they_were_queued(traces: Path) -> None:
-    path = traces / "vllm_runs/RTX4090/Llama-3.1-8B/requests.jsonl"
+def test_vllm_logs_arrive_when_they_were_queued() -> None:
+    path = TRACES / "vllm_runs/RTXPRO6000/Llama-3.1-8B/requests.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     trace = read_trace(path)
-    assert (trace.source_format, len(trace)) == ("vllm", 300)
+    assert (trace.source_format, len(trace)) == ("vllm", 40)
     assert trace.prompt_tokens[0] == 2358
     assert trace.arrival_ns[1] == round((rows[1]["queued_ts"] - rows[0]["queued_ts"]) * NS)
 
 
-def test_vllm_step_logs_are_read(traces: Path) -> None:
-    at_once = read_trace(traces.parent / "vllm_cpu_steps/reqs_fp32_t2q_512.jsonl")
+def test_vllm_step_logs_are_read() -> None:
+    at_once = read_trace(ORIGINALS / "vllm_cpu_steps/reqs_fp32_t2q_512.jsonl")
     assert (at_once.source_format, len(at_once)) == ("vllm_steps", 64)
     assert (at_once.prompt_tokens.sum(), at_once.output_tokens.sum()) == (39_754, 4_481)
-    spaced = read_trace(traces.parent / "vllm_cpu_steps/reqs_nano_rate2_512.jsonl")
-    assert spaced.arrival_ns[1] == 709_314_576
+    assert at_once.arrival_ns.tolist() == [0] * 64
 
 
-def test_lengths_without_times_need_an_arrival_process(traces: Path) -> None:
-    path = traces / "lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
+def test_lengths_without_times_need_an_arrival_process() -> None:
+    path = TRACES / "lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
     with pytest.raises(TraceError, match=r"no arrival times.*poisson:5\.5"):
         read_trace(path)
     trace = read_trace(path, arrivals="poisson:5.5", seed=1)
-    assert len(trace) == 30_731
+    assert len(trace) == 600
     assert trace.source_format == "lengths"
-    assert len(trace) / (trace.arrival_ns[-1] / NS) == pytest.approx(5.5, rel=0.02)
+    assert len(trace) / (trace.arrival_ns[-1] / NS) == pytest.approx(5.5, rel=0.1)
 
 
 def test_burstgpt_failures_are_left_out_counted_and_said(tmp_path: Path) -> None:
@@ -111,7 +123,7 @@ def test_burstgpt_with_a_unit_in_its_column_name_as_the_note_advises_is_still_bu
     rows = [f"{40_000 * row},ChatGPT,{10 + row},{0 if row == 2 else 5}" for row in range(20)]
     columns = "Model,Request tokens,Response tokens"
     doubted, advised = read_trace(lines(tmp_path / "b.csv", f"Timestamp,{columns}", *rows)), "timestamp_ms"
-    assert any(f"name it {advised}" in note for note in doubted.notes)
+    assert any(f"or name it {advised}" in note for note in doubted.notes)
     renamed = read_trace(lines(tmp_path / "c.csv", f"{advised},{columns}", *rows))
     assert (renamed.source_format, len(renamed), len(doubted)) == ("burstgpt", 19, 19)
     assert renamed.arrival_ns.tolist() == [at // 1000 for at in doubted.arrival_ns.tolist()]
@@ -130,11 +142,9 @@ def test_units_and_spellings_of_column_names(tmp_path: Path, header: str) -> Non
 @pytest.mark.parametrize(
     ("header", "step", "other"),
     [
-        ("Timestamp,prompt,output", 1700, "ms"),
         ("Timestamp,Request tokens,Response tokens", 1700, "ms"),
         ("Timestamp,prompt,output", 2, ""),
         ("Timestamp_s,prompt,output", 1700, ""),
-        ("timestamp,input_length,output_length", 1, "s"),
         ("timestamp,input_length,output_length", 100, ""),
         ("arrived_at,num_prefill_tokens,num_decode_tokens", 1700, ""),
     ],
@@ -148,9 +158,56 @@ def test_a_rate_that_another_unit_would_explain_is_noted_with_span_and_rate(
     assert len(notes) == bool(other)
     if other == "ms":
         assert "read as s: 12 requests in 18,700 s, one every 1,700 s." in notes[0]
-        assert "If its times are in ms, name it timestamp_ms (or timestamp_s where this is right)" in notes[0]
-    if other == "s":
-        assert "read as ms: 12 requests in 0.011 s, 1,000 a second. If its times are in s" in notes[0]
+        assert "pass --time-unit ms or name it timestamp_ms (s where this is right)" in notes[0]
+
+
+SECONDS = """{"timestamp": 0.0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
+{"timestamp": 3.2, "input_length": 700, "output_length": 8, "hash_ids": [0, 2]}
+{"timestamp": 6.4, "input_length": 550, "output_length": 6, "hash_ids": [3, 4]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "gap_ns", "said"),
+    [
+        (SECONDS, 3_200_000_000, "read as s"),  # milliseconds have no tenths where gaps are of three of them
+        (SECONDS.replace("3.2", "3200").replace("6.4", "6400").replace("0.0", "0"), 3_200_000_000, ""),
+        ("timestamp,input_length,output_length\n" + "".join(f"{row},100,5\n" for row in range(12)), NS, "read as s"),
+        ("timestamp,prompt,output\n" + "".join(f"{row * 1700},100,5\n" for row in range(12)), 17 * NS // 10, "as ms"),
+        ("timestamp,prompt,output\n" + "".join(f"{row * 0.3},100,5\n" for row in range(12)), 3 * NS // 10, ""),
+    ],
+)
+def test_a_unit_is_told_by_fractions_gaps_and_lengths_and_the_other_can_be_forced(
+    tmp_path: Path, text: str, gap_ns: int, said: str
+) -> None:
+    file = tmp_path / "t"
+    file.write_text(text)
+    trace = read_trace(file)
+    assert trace.arrival_ns[1] == gap_ns
+    assert len(trace.notes) == bool(said)
+    assert not said or said in trace.notes[0]
+    raw = read_trace(file, time_unit="s").arrival_ns[1]
+    assert read_trace(file, time_unit="us").arrival_ns[1] == raw // 1_000_000
+    assert read_trace(file, time_unit="s").notes == ()
+
+
+def test_tokens_per_hash_are_said_by_a_column_an_option_or_the_lengths(tmp_path: Path) -> None:
+    row = '{{"arrival_s": 0, "prompt_tokens": {}, "output_tokens": 5, "hash_ids": {}{}}}\n'
+    file = tmp_path / "t.jsonl"
+
+    def read(*rows: str, **options: int) -> Trace:
+        file.write_text("".join(rows))
+        return read_trace(file, **options)  # type: ignore[arg-type]
+
+    assert read(row.format(70, [1, 2, 3, 4, 5], ', "block_size": 16')).hash_tokens == 16
+    told = read(row.format(130, [1, 2, 3], ""), row.format(65, [1, 2], ""))
+    assert told.hash_tokens == 64
+    assert "taken for 64 prompt tokens" in told.notes[0]
+    assert "--hash-tokens N" in told.notes[0]
+    forced = read(row.format(130, [1, 2, 3], ""), hash_tokens=50)
+    assert (forced.hash_tokens, forced.notes) == (50, ())
+    with pytest.raises(TraceError, match="at most one hash per 128 prompt tokens"):
+        read(row.format(130, [1, 2, 3], ""), hash_tokens=128)
 
 
 def test_clock_readings_count_from_the_first(tmp_path: Path) -> None:

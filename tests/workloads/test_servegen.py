@@ -6,17 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.shared_data import ORIGINALS
 from workloads import TraceError, read_trace
 from workloads.reading.servegen import Client, arrival_times_s, read_client
 
-SERVEGEN = Path(__file__).parents[2] / "../shared/data/traces/servegen_r1"
-
-
-@pytest.fixture
-def servegen() -> Path:
-    if not SERVEGEN.is_dir():
-        pytest.skip("ServeGen's clients (../shared/data/traces/servegen_r1) are not here")
-    return SERVEGEN
+SERVEGEN = ORIGINALS / "traces/servegen_r1"
+"""Two clients, three hours of their day (from 17:00)."""
 
 
 def folder(path: Path, windows: str, histograms: dict[str, dict[str, str]]) -> Path:
@@ -25,10 +20,10 @@ def folder(path: Path, windows: str, histograms: dict[str, dict[str, str]]) -> P
     return path
 
 
-def test_a_day_of_clients_has_about_the_expected_requests(servegen: Path) -> None:
-    trace = read_trace(servegen, seed=1)
+def test_clients_have_about_the_expected_requests() -> None:
+    trace = read_trace(SERVEGEN, seed=1)
     expected = {
-        name: (read_client(servegen / f"{name}-trace.csv").rates * 600).sum() for name in ("chunk-1", "chunk-11")
+        name: (read_client(SERVEGEN / f"{name}-trace.csv").rates * 600).sum() for name in ("chunk-1", "chunk-11")
     }
     counts = dict(zip(trace.provenance["clients"], trace.provenance["requests_per_client"]))
     assert trace.source_format == "servegen"
@@ -37,8 +32,8 @@ def test_a_day_of_clients_has_about_the_expected_requests(servegen: Path) -> Non
     assert "prompt and answer lengths shared" in trace.notes[0]
 
 
-def test_a_window_is_a_part_of_the_day(servegen: Path) -> None:
-    day, hour = read_trace(servegen, seed=1), read_trace(servegen, seed=1, window_s=(64_800, 68_400))
+def test_a_window_is_a_part_of_the_day() -> None:
+    day, hour = read_trace(SERVEGEN, seed=1), read_trace(SERVEGEN, seed=1, window_s=(64_800, 68_400))
     part = day.between(64_800, 68_400)
     assert hour.same_requests(part)
     assert 3000 < len(hour) < 8000

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workloads import Trace, TraceError, generate, read_trace
-from workloads.generating.sessions import closed, conversations
+from workloads.generating.sessions import closed, conversations, with_history
 
 NS = 1_000_000_000
 
@@ -90,7 +90,7 @@ def test_recorded_sessions_stay_open_unless_asked(burst: Path) -> None:
 
 
 def test_history_is_added_where_prompts_hold_new_tokens_only(burst: Path) -> None:
-    trace = closed(read_trace(burst), history="add")
+    trace = closed(with_history(read_trace(burst)))
     assert trace.prompt_tokens.tolist() == [100, 50, 100 + 10 + 130, 9, 240 + 20 + 160]
     assert "upper bound" in trace.notes[-1]
 

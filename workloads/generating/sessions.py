@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workloads.cells import MAX_TOKENS
-from workloads.ragged import RaggedColumn
+from workloads.ragged import RangeColumn
 from workloads.trace import Trace, TraceError
 
-_MAX_HASHES = 200_000_000
 DURATION_FORMS = "fixed:S, uniform:LOW,HIGH, exponential:MEAN or lognormal:MEDIAN,SIGMA (seconds)"
 
 
@@ -102,27 +101,73 @@ def conversations(
     )
 
 
-def _shared_beginnings(session: NDArray[np.int64], prompt_tokens: NDArray[np.int64], hash_tokens: int) -> RaggedColumn:
+def _shared_beginnings(session: NDArray[np.int64], prompt_tokens: NDArray[np.int64], hash_tokens: int) -> RangeColumn:
     """Block j of a session's text has one number in all its turns; no two sessions share one."""
     blocks = prompt_tokens // hash_tokens
-    if blocks.sum() > _MAX_HASHES:
-        raise TraceError(
-            f"found {blocks.sum():,} prefix hashes, expected at most {_MAX_HASHES:,}; hash more tokens at once"
-        )
     longest = np.zeros(int(session.max()) + 1, np.int64)
     np.maximum.at(longest, session, blocks)
-    base = np.cumsum(longest) - longest
-    offsets = np.concatenate([[0], np.cumsum(blocks)])
-    values = np.repeat(base[session] - offsets[:-1], blocks) + np.arange(offsets[-1])
-    return RaggedColumn(values, offsets)
+    return RangeColumn((np.cumsum(longest) - longest)[session], blocks)
 
 
-def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None, *, history: str = "in_prompt") -> Trace:
+def names_of_histories(trace: Trace, hash_tokens: int) -> tuple[RangeColumn | None, int, int]:
+    """Prefix hashes for turns whose prompts hold their session so far, one per hash_tokens; and how many of the later
+    turns do, and how many later turns there are.
+
+    Nobody recorded what was said, but a prompt that holds all of it is longer than the prompt and answer before it.
+    A turn that is not shares nothing with those before it, and the next one is compared with it.
+    """
+    assert trace.session is not None
+    count = len(trace)
+    run, shares = np.arange(count), np.ones(count, bool)
+    last_row: dict[str, int] = {}
+    nameless: set[str] = set()  # sessions in which a prompt has not even one block: whatever follows may look like it
+    later = 0
+    for row, name in enumerate(trace.session):
+        if name is None:
+            shares[row] = False
+            continue
+        if trace.prompt_tokens[row] < hash_tokens:
+            nameless.add(name)
+        before = last_row.get(name)
+        last_row[name] = row
+        if before is None:
+            continue
+        later += 1
+        if trace.prompt_tokens[row] > trace.prompt_tokens[before] + trace.output_tokens[before]:
+            run[row] = run[before]
+        else:
+            shares[row] = name not in nameless
+    holding = int((run != np.arange(count)).sum())
+    if not holding:
+        return None, 0, later
+    names = _shared_beginnings(run, np.where(shares, trace.prompt_tokens, 0), hash_tokens)
+    return names, holding, later
+
+
+def with_history(trace: Trace) -> Trace:
+    """A recorded trace whose prompts hold the new tokens only: each turn's gets its session so far put before it."""
+    if trace.session is None:
+        raise TraceError(f"{trace.name}: found no session column, expected one whose history could be added")
+    prompt_tokens = trace.prompt_tokens.copy()
+    last_row: dict[str, int] = {}
+    for row, name in enumerate(trace.session):
+        if name is None:
+            continue
+        if (before := last_row.get(name)) is not None:
+            prompt_tokens[row] += prompt_tokens[before] + trace.output_tokens[before]
+        last_row[name] = row
+    if (prompt_tokens > MAX_TOKENS).any():
+        raise TraceError(
+            f"{trace.name}: found a conversation of more than {MAX_TOKENS:,} tokens, expected a shorter one"
+        )
+    return replace(trace, prompt_tokens=prompt_tokens, prefix_hashes=None, hash_tokens=0, prompt_ids=None)
+
+
+def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None) -> Trace:
     """A recorded trace with sessions, made closed-loop: a turn waits for the answer before it.
 
     The thinking time is the recorded gap less the recorded time to the answer's end (`elapsed_ns`, -1: not known);
-    where that was not recorded it is the whole gap, which is more than the user thought. history: `in_prompt` when
-    recorded prompts hold the conversation so far (as services count them), `add` when they hold the new tokens only.
+    where that was not recorded it is the whole gap, which is more than the user thought.
     """
     if trace.session is None:
         raise TraceError(
@@ -130,11 +175,9 @@ def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None, *, history
         )
     if trace.closed_loop:
         raise TraceError(f"{trace.name}: found a closed loop already, expected recorded arrival times")
-    if history not in ("in_prompt", "add"):
-        raise TraceError(f"history: found {history!r}, expected in_prompt or add")
     count = len(trace)
     turn, after_row, think_ns = np.zeros(count, np.int64), np.full(count, -1), np.zeros(count, np.int64)
-    arrival_ns, prompt_tokens = trace.arrival_ns.copy(), trace.prompt_tokens.copy()
+    arrival_ns = trace.arrival_ns.copy()
     last_row: dict[str, int] = {}
     for row, name in enumerate(trace.session):
         if name is None:
@@ -148,12 +191,6 @@ def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None, *, history
             gap_ns = max(gap_ns - int(elapsed_ns[before]), 0)
         turn[row], after_row[row], think_ns[row] = turn[before] + 1, before, gap_ns
         arrival_ns[row] = arrival_ns[before] + gap_ns
-        if history == "add":
-            prompt_tokens[row] += prompt_tokens[before] + trace.output_tokens[before]
-    if (prompt_tokens > MAX_TOKENS).any():
-        raise TraceError(
-            f"{trace.name}: found a conversation of more than {MAX_TOKENS:,} tokens, expected a shorter one"
-        )
     order = np.argsort(arrival_ns, kind="stable")
     place = np.empty(count + 1, np.int64)
     place[order], place[-1] = np.arange(count), -1
@@ -162,7 +199,6 @@ def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None, *, history
     what = "the recorded gap less the recorded answer time" if known else "the whole recorded gap (an upper bound)"
     return replace(
         trace.rearranged(order, arrival_ns[order]),
-        prompt_tokens=prompt_tokens[order],
         turn=turn[order],
         after_row=place[after_row[order]],
         think_ns=think_ns[order],

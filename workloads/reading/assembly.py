@@ -30,10 +30,14 @@ from workloads.trace import TraceError
 Cells = dict[str, Any]
 """Meaning -> float64 column (NaN: nothing stands there), int64 nanoseconds (dates), or a list of texts or lists."""
 
-_MOONCAKE_HASH_TOKENS = 512
+HASH_TOKENS = (512, 16, 32, 64, 128, 256, 1024, 2048)
+"""Tokens per prefix hash that files use, Mooncake's first: tried in this order where a file does not say."""
 
 SLOW_GAP_S, QUICK_GAP_S = 20.0, 0.002
 """Mean gaps that few services have: above the first, times in ms may have been read as s; below the second, s as ms."""
+SLOW_LOAD, QUICK_LOAD = 10.0, 1e6
+"""Tokens per second, prompts and answers, between which nearly every recorded service lies."""
+SHORT_GAP_MS = 100.0
 DOUBTED_FROM = 10
 """Fewer requests have no rate to speak of."""
 
@@ -48,6 +52,7 @@ class Options:
     kind: str
     skip: bool = False
     sort: bool = False
+    hash_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,7 @@ class _Assembly:
         self.places = places
         self.notes: list[str] = list(places.notes) if places is not None else []
         self.rows = np.arange(len(cells["prompt_tokens"]))  # row of the trace -> row of the cells
+        self.unit = found["arrival"].unit if "arrival" in found and found["arrival"].unit else "s"
 
     def columns(self) -> dict[str, Any]:
         self._drop_failures()
@@ -234,46 +240,60 @@ class _Assembly:
             since: NDArray[np.int64] = times - times.min()
             self._complain("arrival", since > MAX_SPAN_S * 1e9, "all dates within ten years of each other")
             return since
-        unit = self._unit("arrival", float(np.median(times)))
+        unit = self._unit(times)
         per_s = NS_PER_UNIT["s"] / NS_PER_UNIT[unit]
         self._complain("arrival", times > MAX_TIME_S * per_s, f"a time of at most {MAX_TIME_S * per_s:.0e} {unit}")
         if self.options.kind == "vllm" or times.min() >= EPOCH_S * per_s:
             times = times - times.min()
         self._complain("arrival", times > MAX_SPAN_S * per_s, "a time within ten years of the first")
         arrival_ns: NDArray[np.int64] = np.rint(times * NS_PER_UNIT[unit]).astype(np.int64)
-        self._doubt_unit(arrival_ns, unit)
         return arrival_ns
 
-    def _doubt_unit(self, arrival_ns: NDArray[np.int64], unit: str) -> None:
-        """A note where no name says the unit and the rate that it makes is one that another unit would explain."""
-        field, count = self.found["arrival"], len(arrival_ns)
-        span_s = float(arrival_ns.max() - arrival_ns.min()) / 1e9
-        if field.unit or count < DOUBTED_FROM or not span_s or self.options.kind in ("vllm", "vllm_steps", "vidur"):
-            return
-        gap_s = span_s / (count - 1)
-        other = "ms" if gap_s > SLOW_GAP_S else "s" if gap_s < QUICK_GAP_S and unit == "ms" else ""
-        if other and unit != other:
-            rate = f"one every {gap_s:,.0f} s" if gap_s > 1 else f"{1 / gap_s:,.0f} a second"
-            name = plain(field.column)
-            self.notes.append(
-                f"Column {field.column!r} read as {unit}: {count:,} requests in {_seconds(span_s)} s, {rate}. "
-                f"If its times are in {other}, name it {name}_{other} (or {name}_{unit} where this is right)."
-            )
-
-    def _unit(self, meaning: str, typical: float) -> str:
-        """Said by the name, else by the format, else by the size of a clock reading, else seconds."""
-        if self.found[meaning].unit:
-            return self.found[meaning].unit
-        if self.options.kind == "mooncake":
-            return "ms"
+    def _unit(self, times: NDArray[np.float64]) -> str:
+        """Said by an option or the name, else by the size of a clock reading, else what the format has unless the
+        times look like another unit's (see `_looks`)."""
+        field = self.found["arrival"]
+        if field.unit:
+            return field.unit
+        typical = float(np.median(times))
         for unit, least in (("ns", 1e17), ("us", 1e14), ("ms", 1e11)):
             if typical >= least:
                 self.notes.append(
-                    f"Column {self.found[meaning].column!r} read as {unit} since 1970, "
-                    f"because its values are about {typical:.1e}."
+                    f"Column {field.column!r} read as {unit} since 1970, because its values are about {typical:.1e}."
                 )
                 return unit
-        return "s"
+        usual, other = ("ms", "s") if self.options.kind == "mooncake" else ("s", "ms")
+        span, count = float(times.max() - times.min()), len(times)
+        if not span or self.options.kind in ("vllm", "vllm_steps", "vidur"):
+            return usual
+        gap = span / (count - 1)
+        fractions = bool((times != np.floor(times)).any())
+        looks = {unit: self._looks(unit, gap, fractions) for unit in (usual, other)}
+        # Few requests have no rate to speak of; whole milliseconds with a fraction still are seconds.
+        sure = count >= DOUBTED_FROM or (other == "s" and fractions)
+        documented = self.options.kind == "burstgpt"
+        takes_other = sure and not documented and looks[other] - looks[usual] > (other == "ms")
+        unit = other if takes_other else usual
+        gap_s = gap / (1 if unit == "s" else 1000)
+        doubtful = count >= DOUBTED_FROM and (gap_s > SLOW_GAP_S if unit == "s" else gap_s < QUICK_GAP_S)
+        if takes_other or doubtful:
+            rate = f"one every {_seconds(gap_s)} s" if gap_s > 1 else f"{_seconds(1 / gap_s)} a second"
+            left = "ms" if unit == "s" else "s"
+            self.notes.append(
+                f"Column {field.column!r} read as {unit}: {count:,} requests in {_seconds(gap_s * (count - 1))} s, "
+                f"{rate}. If its times are in {left}, pass --time-unit {left} or name it {plain(field.column)}_{left} "
+                f"({unit} where this is right)."
+            )
+        return unit
+
+    def _looks(self, unit: str, gap: float, fractions: bool) -> int:
+        """How much like a service's trace the times are in this unit: its rate of requests, its tokens per second; and
+        clocks that count milliseconds seldom have a fraction when gaps are short."""
+        gap_s = gap / (1 if unit == "s" else 1000)
+        tokens = float(np.mean(self.cells["prompt_tokens"][self.rows] + self.cells["output_tokens"][self.rows]))
+        seldom = unit == "ms" and fractions and gap < SHORT_GAP_MS
+        usual_rate, usual_load = QUICK_GAP_S <= gap_s <= SLOW_GAP_S, SLOW_LOAD <= tokens / gap_s <= QUICK_LOAD
+        return int(usual_rate) + int(usual_load) - int(seldom)
 
     def _sorted(self, arrival_ns: NDArray[np.int64]) -> NDArray[np.int64]:
         back = np.diff(arrival_ns, prepend=arrival_ns[:1]) < 0
@@ -302,7 +322,7 @@ class _Assembly:
     def _time_ns(self, meaning: str) -> NDArray[np.int64]:
         """A span or moment in ns since the trace's start; -1 where nothing stands."""
         values = self.cells[meaning][self.rows]
-        per_unit = NS_PER_UNIT[self.found[meaning].unit or self.found.get("arrival", self.found[meaning]).unit or "s"]
+        per_unit = NS_PER_UNIT[self.found[meaning].unit or self.unit]
         self._complain(meaning, values * (per_unit / 1e9) > MAX_SPAN_S, "a time below ten years")
         return np.where(np.isnan(values), -1, np.rint(np.nan_to_num(values) * per_unit)).astype(np.int64)
 
@@ -324,16 +344,35 @@ class _Assembly:
         if "prefix_hashes" not in self.cells:
             return None, 0
         hashes = RaggedColumn.of(self.cells["prefix_hashes"])
-        hash_tokens = _MOONCAKE_HASH_TOKENS
-        if "hash_tokens" in self.cells:
-            sizes = self.cells["hash_tokens"][self.rows]
-            self._complain("hash_tokens", sizes != sizes[0], f"the same number in every row ({sizes[0]:g})")
-            hash_tokens = int(sizes[0])
         whole = len(self.rows) == len(hashes) and bool((np.diff(self.rows) == 1).all())
         ordered = hashes if whole else hashes.take(self.rows)
+        hash_tokens = self._hash_tokens(ordered.lengths)
         most = -(-self.cells["prompt_tokens"][self.rows] // hash_tokens)
         self._complain("prefix_hashes", ordered.lengths > most, f"at most one hash per {hash_tokens} prompt tokens")
         return ordered, hash_tokens
+
+    def _hash_tokens(self, lengths: NDArray[np.int64]) -> int:
+        """Said by an option or a column, else the size that gives every prompt the hashes it has."""
+        if self.options.hash_tokens is not None:
+            return self.options.hash_tokens
+        if "hash_tokens" in self.cells:
+            sizes = self.cells["hash_tokens"][self.rows]
+            self._complain("hash_tokens", ~(sizes == sizes[0]), f"the same number in every row ({sizes[0]:g})")
+            if not np.isnan(sizes[0]):
+                return int(sizes[0])
+        has = lengths > 0
+        prompts, lengths = self.cells["prompt_tokens"][self.rows][has], lengths[has]
+        fits = [size for size in HASH_TOKENS if (-(-prompts // size) == lengths).all()]
+        fits += [size for size in HASH_TOKENS if size not in fits and (prompts // size == lengths).all()]
+        chosen = fits[0] if fits else HASH_TOKENS[0]
+        if len(prompts) and (chosen != HASH_TOKENS[0] or self.options.kind != "mooncake"):
+            why = "as their number and the prompts' lengths say" if fits else "as in Mooncake's traces"
+            also = f" ({' or '.join(map(str, fits[1:]))} would fit too)" if fits[1:] else ""
+            self.notes.append(
+                f"Each of {self.found['prefix_hashes'].column!r} is taken for {chosen} prompt tokens, {why}{also}; "
+                "--hash-tokens N says otherwise."
+            )
+        return chosen
 
     def _prompt_ids(self) -> RaggedColumn | None:
         if "prompt_ids" not in self.cells:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,10 +53,13 @@ def read_trace(
     seed: int = 0,
     spread_ties: bool = False,
     sessions: Literal["open", "closed"] = "open",
-    history: Literal["in_prompt", "add"] = "in_prompt",
+    history: Literal["in_prompt", "add", "none"] = "in_prompt",
     coupling: servegen.Coupling = "shared",
     window_s: tuple[float, float] | None = None,
+    limit: int | None = None,
     timeout_s: float | None = None,
+    hash_tokens: int | None = None,
+    time_unit: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Trace:
     """Reads a request trace: CSV, JSONL, JSON or Parquet, plain or .gz, with any sensible column names.
@@ -69,11 +73,15 @@ def read_trace(
         for files that hold lengths only. seed: of that process and of spread_ties.
     spread_ties: requests with equal times are spread at random over the time up to the next one, in file order.
 
-    sessions: `closed` makes a turn wait for its session's last answer instead of coming at its recorded time; history:
-        whether recorded prompts hold the conversation so far (see workloads.generating.sessions.closed).
+    sessions: `closed` makes a turn wait for its session's last answer instead of coming at its recorded time.
+    history: `in_prompt` where recorded prompts may hold the conversation so far, `add` to add it where they hold the
+        new tokens only, `none` where no turn sends it.
     coupling: of ServeGen's prompt and answer lengths (see workloads.reading.servegen).
-    window_s: only the requests that arrive in [start, end) seconds, counted from start.
+    window_s: only the requests that arrive in [start, end) seconds, counted from start. limit: only the first so many
+        (of those).
     timeout_s: every client gives up so long after its request's arrival.
+    hash_tokens: prompt tokens per prefix hash, whatever the file says or leaves open. time_unit: s, ms, us or ns, of
+        times that are numbers, likewise.
 
     Raises TraceError: one line with file, row, column, what was found, what was expected and how to mend it.
     """
@@ -81,7 +89,11 @@ def read_trace(
     _check_choice("on_bad_row", on_bad_row, ("fail", "skip"))
     _check_choice("on_unsorted", on_unsorted, ("fail", "sort"))
     _check_choice("sessions", sessions, ("open", "closed"))
-    _check_choice("history", history, ("in_prompt", "add"))
+    _check_choice("history", history, ("in_prompt", "add", "none"))
+    if time_unit is not None:
+        _check_choice("time_unit", time_unit, tuple(fields.NS_PER_UNIT))
+    if hash_tokens is not None and not 1 <= hash_tokens <= 1_000_000:
+        raise TraceError(f"hash_tokens: found {hash_tokens}, expected 1 to 1,000,000")
     _check_choice("coupling", coupling, ("shared", "independent"))
     process = arrival_processes.parse(arrivals) if arrivals is not None else None
     if sessions == "closed" and process is not None:
@@ -92,20 +104,35 @@ def read_trace(
         elapsed_ns, window_s = None, None if early else window_s
     else:
         sort = on_unsorted == "sort"
-        trace, elapsed_ns = _read_file(path, trace_format, on_bad_row == "skip", sort, process is not None, max_bytes)
+        skip = on_bad_row == "skip"
+        trace, elapsed_ns = _read_file(
+            path, trace_format, skip, sort, process is not None, max_bytes, hash_tokens, time_unit
+        )
     if process is not None:
         trace = arrival_processes.retimed(trace, process, seed)
     if spread_ties:
         trace = arrival_processes.spread_ties(trace, seed)
+    if history == "add":
+        trace = session_loops.with_history(trace)
     if sessions == "closed":
-        trace = session_loops.closed(trace, elapsed_ns, history=history)
+        trace = session_loops.closed(trace, elapsed_ns)
+    trace = replace(trace, history="none" if history == "none" else "in_prompt")
     if window_s is not None:
         trace = trace.between(*window_s)
+    if limit is not None:
+        trace = trace.head(limit)
     return trace if timeout_s is None else trace.with_timeout(timeout_s)
 
 
 def _read_file(
-    path: str | os.PathLike[str], trace_format: str, skip: bool, sort: bool, has_process: bool, max_bytes: int
+    path: str | os.PathLike[str],
+    trace_format: str,
+    skip: bool,
+    sort: bool,
+    has_process: bool,
+    max_bytes: int,
+    hash_tokens: int | None,
+    time_unit: str | None,
 ) -> tuple[Trace, NDArray[np.int64] | None]:
     """One file as a trace, and how long its answers took where it tells."""
     source = open_source(path, max_bytes)
@@ -115,7 +142,9 @@ def _read_file(
     kind = _kind(table, found, trace_format)
     if kind == "lengths" or has_process:
         found.pop("arrival", None)
-    options = Options(source.path, kind, skip=skip, sort=sort or kind.startswith("vllm"))
+    if time_unit is not None and "arrival" in found:
+        found["arrival"] = replace(found["arrival"], unit=time_unit)
+    options = Options(source.path, kind, skip=skip, sort=sort or kind.startswith("vllm"), hash_tokens=hash_tokens)
     _require(table, found, has_process)
     columns = _columns(table, found, options)
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path

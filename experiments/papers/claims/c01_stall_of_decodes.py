@@ -80,6 +80,7 @@ def _gaps(model: str, gpu: str, tp: int) -> dict[str, Any] | None:
             "dtype": "float16",
             "token_budget": 16384 if policy == "prefill_priority" else None,
             "cost_model": chosen_costs(),
+            "max_model_len": decodes_and((0, PROMPT)).longest,
             "num_blocks": 4000,  # as many as the claim needs: it says nothing of memory
         }
         try:

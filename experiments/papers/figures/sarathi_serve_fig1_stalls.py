@@ -37,7 +37,7 @@ def run(quick: bool) -> Result:
     stalls: dict[str, tuple[float, float]] = {}
     spans: dict[str, float] = {}
     for name, options in POLICIES.items():
-        run = replay(burst, **ENGINE, **options, cost_model=chosen_costs())
+        run = replay(burst, **ENGINE, **options, max_model_len=burst.longest, cost_model=chosen_costs())
         times, tokens = _delivered(run)
         stalls[name], spans[name] = _silence(times), float(times[-1])
         keep = np.unique(np.linspace(0, len(times) - 1, 1200).astype(int))
@@ -51,7 +51,8 @@ def run(quick: bool) -> Result:
     for load in LOADS[:: 2 if quick else 1]:
         trace = generate(requests=64 if quick else 256, arrivals=f"poisson:{load}", seed=2, **CHAT)
         for name, options in POLICIES.items():
-            summary = replay(trace, **ENGINE, **options, cost_model=chosen_costs()).summary
+            lengths = {"max_model_len": trace.longest}
+            summary = replay(trace, **ENGINE, **options, **lengths, cost_model=chosen_costs()).summary
             tail.append(
                 {"load": load, "policy": name, "tbt_s_p99": summary["tbt_s_p99"], "tbt_s_p50": summary["tbt_s_p50"]}
             )

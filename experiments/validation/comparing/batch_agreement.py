@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.errors import ExperimentError
 from metrics.recording.recorder import Recorder
 from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -103,7 +104,7 @@ class _Again:
 
     def __init__(self, live: RunTables, trace: Trace, scheduler: Scheduler) -> None:
         self.recorder = Recorder()
-        self._trace, self._scheduler = trace, scheduler
+        self._trace, self._scheduler = with_prefix_hashes(trace, scheduler.ledger.block_size), scheduler
         frame = live.frame("requests")
         arrivals = live.column_ns("requests", "arrival_s").tolist()
         ended = live.column_ns("requests", "finished_s").tolist()

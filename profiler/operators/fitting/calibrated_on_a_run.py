@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.edges.input_file import LOG_BYTES, parse_json, read_json, read_text
+from policies.edges.input_file import read_json
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
-from profiler.measurements.bounded_parquet import read_parquet
+from profiler.measurements.bounded_parquet import log_rows, read_parquet
 from profiler.specs.shape_columns import ShapeColumns
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ class StepLog:
 
 
 def read_step_log(path: str | Path) -> StepLog:
-    """A live run's folder (iterations.parquet) or a vLLM step log (.jsonl)."""
+    """A live run's folder (iterations.parquet) or a vLLM step log (.jsonl, .parquet)."""
     path = Path(path)
     if (path / "iterations.parquet").exists():
         return _from_run_folder(path)
-    if path.suffix == ".jsonl" and path.exists():
+    if path.suffix in (".jsonl", ".parquet") and path.exists():
         return _from_vllm_steps(path)
-    raise ProfileError(f"{path}: found neither a run folder (iterations.parquet) nor a step log (.jsonl)")
+    raise ProfileError(f"{path}: found neither a run folder (iterations.parquet) nor a step log (.jsonl, .parquet)")
 
 
 def _from_run_folder(path: Path) -> StepLog:
@@ -74,8 +74,7 @@ def _from_run_folder(path: Path) -> StepLog:
 def _from_vllm_steps(path: Path) -> StepLog:
     shapes, rows = [], []
     try:
-        for line in read_text(path, ProfileError, LOG_BYTES).splitlines():
-            step = parse_json(line, f"{path}: row {len(shapes) + 1}", ProfileError)
+        for _, step in log_rows(path):
             chunks = tuple((int(tokens), int(prefix)) for tokens, prefix in step["prefill"])
             contexts = [int(context) for context in step["decode"]]
             sampled = len(contexts) + len(chunks)
