@@ -37,7 +37,7 @@ def extensions() -> list:
 
 if WANTED and mypycify is None:
     # pip asks what this build requires.
-    setup(setup_requires=["mypy[mypyc]>=2.4", "numpy", "simpy>=4.1"])
+    setup(setup_requires=["mypy[mypyc]>=2.4", "numpy", "simpy>=4.1,<5"])
 elif WANTED and BUILDS:
     setup(ext_modules=extensions())
 else:

@@ -81,7 +81,9 @@ def chunk_beside_decodes(rows: int, slots: int, decodes: int, tile: int) -> int:
     """
     if rows >= slots:
         return rows - (slots - 1)
-    return max(rows, (decodes // tile + 1) * tile) - decodes
+    if decodes < rows:
+        return rows - decodes
+    return (decodes // tile + 1) * tile - decodes
 
 
 def prefill_beside_decodes(

@@ -65,6 +65,17 @@ def policy_names() -> list[str]:
     return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
 
 
+def priorities_unused(name: str, knobs: Mapping[str, Any]) -> str:
+    """Why a policy's runs do not follow the priorities that a trace has; "" where they do, or where nobody can know."""
+    if name == "vllm_v1":
+        if str(knobs.get("scheduling", "fcfs")) == "priority":
+            return ""
+        return "vllm_v1 serves in order of arrival; --scheduling priority follows the trace's priorities, as vLLM does"
+    if name in BUILT_IN and name != "slo_aware":
+        return f"{name} does not look at priorities; slo_aware does, and vllm_v1 with --scheduling priority"
+    return ""
+
+
 def policy_class(name: str) -> type[Policy]:
     """The class behind a name or `file.py:ClassName`; PolicyError says what is near if there is none."""
     if name in BUILT_IN:

@@ -19,11 +19,13 @@ from policies.work.track import Track
 @dataclass(frozen=True)
 class RequestLevel(Policy):
     """A batch of waiting requests: prompts padded to the longest and prefilled together, then decoded until all are
-    done. In a pipeline its micro-batches start together, and the next ones when all of them have finished."""
+    done; their answers are returned together. In a pipeline its micro-batches start together, and the next ones when
+    all of them have finished."""
 
     max_batch_size: int = knob(32, "most requests in one batch (in a pipeline: in one micro-batch)", least=1)
     keep_finished: bool = knob(True, "finished rows keep their slot: executed as dummy rows until all are done")
     max_delay_s: float = knob(0.0, "how long the oldest request waits for its batch to fill, seconds", least=0)
+    early_return: bool = knob(False, "return each answer when it is done, instead of a batch's answers together")
     reserve: str = knob(
         "limit",
         "KV reserved: for input + declared output limit, or for the longest allowed request (longest)",
@@ -74,6 +76,10 @@ class RequestLevel(Policy):
         draft.pad_to(longest * admitted)
         return admitted > 0
 
+    @property
+    def answers_together(self) -> bool:
+        return not self.early_return
+
     def reserves(self, track: Track, kv: KVView) -> int:
         limit = track.request.prompt_tokens + track.request.max_output_tokens
         return max(limit, kv.longest) if self.reserve == "longest" else limit
@@ -86,7 +92,8 @@ def _forming(queues: Queues) -> bool:
     """Whether micro-batches may still join this round: nothing runs, or nothing has come back yet."""
     if not queues.num_running:
         return not queues.in_flight_batches
-    return all(isinstance(part, Cohort) and part.planned == 1 and part.in_flight for part in queues.parts)
+    parts = queues.parts
+    return bool(parts) and all(isinstance(part, Cohort) and part.planned == 1 and part.in_flight for part in parts)
 
 
 def _ready(queues: Queues, most: int) -> int:

@@ -12,6 +12,7 @@ from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
+from policies.work.track import Track
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class VllmV1(Policy):
         "0.32", "where freed blocks go: 0.19 all to the tail, 0.32 unhashed ones to the head", choices=("0.19", "0.32")
     )
     async_scheduling: bool = knob(False, "plan the next step before this one returns, as GPU vLLM does by default")
+    scheduling: str = knob(
+        "fcfs", "priority: the trace's lowest priority value first, its highest preempted", choices=("fcfs", "priority")
+    )
 
     repeats: ClassVar[bool] = True
     keeps_running: ClassVar[bool] = True
@@ -39,16 +43,24 @@ class VllmV1(Policy):
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         alone = queues.num_running + len(queues.waiting) == 1
         limit = self.long_prefill_token_threshold if self.long_prefill_token_threshold and not alone else 1 << 60
+        by_priority = self.scheduling == "priority"
         for part in queues.running:
             while draft.budget_left and (part.size if isinstance(part, Cohort) else part.context):
                 if draft.decode(part) if isinstance(part, Cohort) else draft.chunk(part, min(part.lacking, limit)):
                     break
-                if draft.preempt() is None:
+                victim = max(queues.running_tracks(), key=_least_urgent, default=None) if by_priority else None
+                # Who has to give way to itself ends the step's look at the running ones: nobody behind it is asked.
+                if (by_priority and victim is None) or draft.preempt(victim) is None or victim is part:
                     return
         while queues.waiting and draft.budget_left and not draft.preempted:
-            head = queues.waiting[0]
+            head = queues.most_urgent if by_priority else queues.waiting[0]
             if not draft.admit(head, min(head.known, limit), must_fit=head.known if self.reserve_full else 0):
                 break
 
     def default_token_budget(self, max_model_len: int) -> int | None:
         return 2048
+
+
+def _least_urgent(track: Track) -> tuple[int, Ns, int]:
+    request = track.request
+    return request.priority, request.arrival_ns, request.id

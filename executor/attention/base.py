@@ -42,6 +42,9 @@ class AttentionBackend(ABC):
         """Empty if the backend reads blocks of so many tokens, else the reason."""
         return ""
 
+    def warm(self, cache: KVCache, dtype: torch.dtype) -> None:  # noqa: B027 (most have nothing to compile)
+        """Compile whatever batches over this pool may launch, for queries of this dtype."""
+
     def held(self) -> list[Tensor]:
         """Memory of its own that a captured graph goes on writing to."""
         return []

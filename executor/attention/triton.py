@@ -6,14 +6,16 @@ second stream, forked and joined by events: worth it where neither launch fills 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from executor.attention.base import AttentionBackend
 from executor.batches.batch_arrays import Step
-from executor.batches.device_arrays import DeviceArrays, arrays_of
+from executor.batches.device_arrays import TILE_ROWS, DeviceArrays, Sizes, arrays_of, blank_arrays
 from executor.kv_memory.pool import KVCache
-from executor.triton_kernels.runtime import interpreted, multiprocessors, triton_reason
+from executor.triton_kernels.runtime import Processor, interpreted, multiprocessors, processor_of, triton_reason
 from profiler.specs.model_spec import ModelSpec
 
 LOG2_E = 1.4426950408889634
@@ -58,6 +60,31 @@ class TritonAttention(AttentionBackend):
         if decodes:
             self._decodes(layer, q, out, arrays, cache)
 
+    def warm(self, cache: KVCache, dtype: torch.dtype) -> None:
+        """Compile every variant that a run may launch: each size of tile and each number of splits, with no work."""
+        device = cache.device
+        width = self.heads * self.head_dim
+        qkv = torch.zeros(TILE_ROWS, width + 2 * cache.kv_heads * self.head_dim, dtype=dtype, device=device)
+        q, out = qkv[:, :width], torch.empty(TILE_ROWS, width, dtype=dtype, device=device)
+        rows = 16
+        while rows <= TILE_ROWS:
+            sizes = Sizes(rows, rows, 0, 1, 1, rows, 0, 1)
+            self._chunks(0, q[:rows], out[:rows], self._blank(sizes, cache), cache)
+            rows *= 2
+        arrays = self._blank(Sizes(1, 0, 1, 0, 0, TILE_ROWS, 0, 1), cache)
+        before = self.forced_splits
+        splits = 1
+        while splits <= MOST_SPLITS:
+            self.forced_splits = splits
+            self._decodes(0, q[:1], out[:1], arrays, cache)
+            splits *= 2
+        self.forced_splits = before
+
+    @staticmethod
+    def _blank(sizes: Sizes, cache: KVCache) -> DeviceArrays:
+        buffer = torch.zeros(sizes.total, dtype=torch.int32, device=cache.device)
+        return blank_arrays(sizes, cache.block_size, buffer)
+
     def _both(self, layer: int, q: Tensor, out: Tensor, arrays: DeviceArrays, cache: KVCache) -> None:
         main = torch.cuda.current_stream(q.device)
         if self._side is None:
@@ -86,8 +113,8 @@ class TritonAttention(AttentionBackend):
 
         sizes = arrays.sizes
         keys, values = cache.keys(layer), cache.values(layer)
-        wide = self.head_dim > 128 or q.dtype == torch.float32
-        chunk_attention[self.heads, sizes.tiles](
+        tile = tile_of(sizes.tile_rows, self.head_dim, q.dtype.itemsize, processor_of(q.device))
+        chunk_attention[self.heads, sizes.tiles, sizes.tile_rows // tile.rows](
             q,
             out,
             keys,
@@ -104,10 +131,10 @@ class TritonAttention(AttentionBackend):
             keys.stride(1),
             keys.stride(2),
             sizes.blocks,
-            M=sizes.tile_rows,
-            N=32 if wide else 64,
-            num_warps=8 if sizes.tile_rows >= 128 else 4,
-            num_stages=2 if wide else 3,
+            M=tile.rows,
+            N=tile.keys,
+            num_warps=8 if tile.rows >= 128 else 4,
+            num_stages=tile.stages,
             **self._shared(q, cache),
         )
 
@@ -121,6 +148,8 @@ class TritonAttention(AttentionBackend):
             sizes.decodes * cache.kv_heads, arrays.most_context, multiprocessors(q.device)
         )
         part, weight = self._scratch(sizes.decodes, splits, q.device)
+        group = max(16, 1 << (self.heads // cache.kv_heads - 1).bit_length())
+        tile = tile_of(group, self.head_dim, q.dtype.itemsize, processor_of(q.device), keys=64, least_rows=group)
         decode_attention[sizes.decodes, cache.kv_heads, splits](
             q,
             out,
@@ -139,8 +168,8 @@ class TritonAttention(AttentionBackend):
             keys.stride(2),
             sizes.blocks,
             HEADS=self.heads,
-            G=max(16, 1 << (self.heads // cache.kv_heads - 1).bit_length()),
-            N=64,
+            G=group,
+            N=tile.keys,
             SPLITS=splits,
             num_warps=4,
             num_stages=2 if q.dtype == torch.float32 else 3,
@@ -174,6 +203,48 @@ class TritonAttention(AttentionBackend):
 
 
 def num_splits(programs: int, most_context: int, processors: int) -> int:
-    """Parts that each decode's context is cut into: enough to give every processor two programs, none too short."""
+    """Parts that each decode's context is cut into: enough to give every processor two programs, none too short.
+
+    A power of two, since the kernel is compiled for each number.
+    """
     wanted = -(-2 * processors // max(1, programs))
-    return max(1, min(wanted, most_context // KEYS_PER_SPLIT, MOST_SPLITS))
+    most = max(1, min(wanted, most_context // KEYS_PER_SPLIT, MOST_SPLITS))
+    return 1 << (most.bit_length() - 1)
+
+
+class Tile(NamedTuple):
+    """Query rows of one program, keys of one of its steps, and steps whose loads are in flight."""
+
+    rows: int
+    keys: int
+    stages: int
+
+
+def tile_of(
+    rows: int, head_dim: int, item_bytes: int, processor: Processor, *, keys: int = 0, least_rows: int = 16
+) -> Tile:
+    """The largest tile of at most `rows` rows (a power of two) whose operands fit into shared memory.
+
+    keys: of one step where there is room; by default 64, or 32 for wide rows. No fewer than `least_rows` rows.
+    """
+    d = max(16, 1 << (head_dim - 1).bit_length())
+    wide = d > 128 or item_bytes > 2
+    keys = keys or (32 if wide else 64)
+    while shared_bytes_of(rows, keys, d, item_bytes, processor.capability) > processor.shared_bytes:
+        if rows > max(64, least_rows) or (keys <= 16 and rows > least_rows):
+            rows //= 2
+        elif keys > 16:
+            keys //= 2
+        else:
+            break
+    return Tile(rows, keys, 2 if wide else 3)
+
+
+def shared_bytes_of(rows: int, keys: int, head_dim: int, item_bytes: int, capability: int) -> int:
+    """Shared memory that a tile takes, at most: its queries, keys and values, and weights between two products.
+
+    Where matrix products read their operands from shared memory themselves (9.x and 10.x, half precision), keys and
+    values of the next step lie beside those of this one. Held against what the compiler takes in the tests.
+    """
+    buffers = 2 if item_bytes == 2 and capability // 10 in (9, 10) else 1
+    return item_bytes * (rows * head_dim + 2 * buffers * keys * head_dim + rows * keys) + 1024

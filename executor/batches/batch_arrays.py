@@ -91,9 +91,12 @@ class Step:
     def only_sampled(self) -> Step:
         """The same batch when only sampled rows still matter: each is one decode over its whole context.
 
-        The last layer uses it: once keys and values of all rows are stored, nobody reads the other rows' output.
+        The last layer uses it: once keys and values of all rows are stored, nobody reads the other rows' output. A
+        batch of decodes alone is that already, and is returned itself.
         """
         count = len(self.sampled_rows)
+        if count == self.rows == self.num_decodes and np.array_equal(self.sampled_rows, self.decode_row):
+            return self
         none = np.empty(0, np.int32)
         return Step(
             rows=count,

@@ -19,6 +19,8 @@ from executor.batches.batch_arrays import Step
 from executor.errors import ExecutorError
 
 Ints = NDArray[np.int32]
+ALIGNED = 4
+"""int32 numbers in 16 bytes."""
 TILE_ROWS = 128
 """Query rows of one program of the chunk kernel, at most."""
 
@@ -62,8 +64,18 @@ class Sizes:
         }
 
     @cached_property
+    def places(self) -> dict[str, slice]:
+        """Where every array lies. Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer
+        that is aligned otherwise, and reads it one number at a time."""
+        found, at = {}, 0
+        for name, length in self.lengths.items():
+            found[name] = slice(at, at + length)
+            at += -(-length // ALIGNED) * ALIGNED
+        return found
+
+    @cached_property
     def total(self) -> int:
-        return sum(self.lengths.values())
+        return sum(-(-length // ALIGNED) * ALIGNED for length in self.lengths.values())
 
     def holds(self, other: Sizes) -> bool:
         """Whether a batch of `other` fits into arrays of these sizes."""
@@ -113,11 +125,7 @@ def pack(step: Step, sizes: Sizes) -> Ints:
     """
     useful, decodes, chunks = int(step.chunk_tokens.sum()), step.num_decodes, step.num_chunks
     packed = np.zeros(sizes.total, np.int32)
-    part: dict[str, Ints] = {}
-    at = 0
-    for name, length in sizes.lengths.items():
-        part[name] = packed[at : at + length]
-        at += length
+    part: dict[str, Ints] = {name: packed[place] for name, place in sizes.places.items()}
     first = sizes.chunk_rows
     part["slots"].fill(-1)
     tiles = [
@@ -170,7 +178,7 @@ class DeviceArrays:
     def __init__(self, buffer: Tensor, sizes: Sizes, most_query: int, most_context: int) -> None:
         self.buffer, self.sizes = buffer, sizes
         self.most_query, self.most_context = most_query, most_context
-        parts = dict(zip(sizes.lengths, buffer.split(list(sizes.lengths.values()))))
+        parts = {name: buffer[place] for name, place in sizes.places.items()}
         self.positions, self.slots, self.sampled = parts["positions"], parts["slots"], parts["sampled"]
         self.decode_length = parts["decode_length"]
         self.decode_row, self.decode_start = parts["decode_row"], parts["decode_start"]
@@ -180,6 +188,23 @@ class DeviceArrays:
         self.chunk_length = parts["chunk_length"]
         self.decode_tables = parts["decode_tables"].view(sizes.decodes, sizes.blocks)
         self.chunk_tables = parts["chunk_tables"].view(sizes.chunks, sizes.blocks)
+
+
+def blank_arrays(sizes: Sizes, block_size: int, buffer: Tensor) -> DeviceArrays:
+    """Arrays of padding alone in a buffer of zeros."""
+    arrays = DeviceArrays(buffer, sizes, sizes.chunk_rows, sizes.blocks * block_size)
+    arrays.slots.fill_(-1)
+    return arrays
+
+
+def place(step: Step, block_size: int, *, trimmed: bool) -> None:
+    """Pack a step and send it to its device now, so that nothing of it is left to do between two launches.
+
+    trimmed: the last layer sees sampled rows only.
+    """
+    arrays_of(step, block_size)
+    if trimmed and step.only_sampled.rows:
+        arrays_of(step.only_sampled, block_size)
 
 
 def arrays_of(step: Step, block_size: int) -> DeviceArrays:

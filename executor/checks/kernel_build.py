@@ -1,23 +1,23 @@
 """Compile every Triton kernel for a GPU that need not be there: does it build, and what does it take of the machine?
 
-`python -m executor.checks.kernel_build [capability]` prints one line a kernel. A kernel that compiles may still be
-wrong or
-slow on the device; one that does not compile, or asks for more shared memory than there is, is caught without one.
+`python -m executor.checks.kernel_build [capability]` prints one line a kernel. Shapes are those of Llama-3.1-8B, and
+heads of 64 and 256 in attention, whose tiles are the hardest to fit into shared memory. A kernel that compiles may
+still be wrong or slow on the device; one that does not compile, or asks for more shared memory than there is, is caught
+without one.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from executor.attention.triton import tile_of
+from executor.batches.device_arrays import TILE_ROWS
 from executor.errors import ExecutorError
-from executor.triton_kernels.runtime import interpreted
+from executor.triton_kernels.runtime import SHARED_BYTES, Processor, interpreted
 from policies.edges.command_line import run_command
 from policies.edges.settings import shown, whole_number
-
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-"""Shared memory that one thread block may have, by compute capability (CUDA C programming guide, table of limits)."""
 
 
 class Built(NamedTuple):
@@ -37,8 +37,8 @@ class Variant(NamedTuple):
     options: Mapping[str, int]
 
 
-def build_all(capability: int = 90) -> list[Built]:
-    """Compile all kernels as Llama-3.1-8B in bfloat16 (and float32 attention) would launch them.
+def build_all(capability: int = 90, wanted: Callable[[Variant], bool] = lambda variant: True) -> list[Built]:
+    """Compile all kernels (or those wanted) as they would be launched.
 
     Raises ExecutorError where Triton interprets, or where a kernel asks for more shared memory than the device has.
     """
@@ -49,80 +49,86 @@ def build_all(capability: int = 90) -> list[Built]:
     from triton.compiler import ASTSource
 
     built = []
-    for kernel, label, signature, constants, options in variants():
+    processor = Processor.of_capability(capability)
+    for variant in filter(wanted, variants(processor)):
+        kernel, label, signature, constants, options = variant
         types = {**signature, **dict.fromkeys(constants, "constexpr")}
         ordered = {name: types[name] for name in kernel.arg_names}
-        # As a launch would find them: pointers and strides are multiples of 16.
+        # As a launch would find them: pointers and strides are multiples of 16, where Triton is to look at that.
         aligned = [
             (at,)
             for at, (name, kind) in enumerate(ordered.items())
-            if kind.startswith("*") or name.startswith("stride")
+            if (kind.startswith("*") or name.startswith("stride")) and name not in (kernel.do_not_specialize or ())
         ]
         attributes = {at: [["tt.divisibility", 16]] for at in aligned}
         source = ASTSource(fn=kernel, signature=ordered, constexprs=dict(constants), attrs=attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-        most = SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
-        if compiled.metadata.shared > most:
+        if compiled.metadata.shared > processor.shared_bytes:
             found = f"{compiled.metadata.shared} bytes of shared memory"
-            raise ExecutorError(f"{kernel.__name__} {label}: found {found}, expected at most {most}")
+            raise ExecutorError(f"{kernel.__name__} {label}: found {found}, expected at most {processor.shared_bytes}")
         built.append(Built(kernel.__name__, label, compiled.metadata.shared, compiled.asm["ptx"].count("\n")))
     return built
 
 
-def variants() -> Iterator[Variant]:
+def variants(processor: Processor) -> Iterator[Variant]:
     """The launches that are compiled."""
-    yield from _attention_variants()
+    for head_dim in (64, 128, 256):
+        for kind in ("bf16", "fp32"):
+            yield from _attention_variants(kind, head_dim, processor)
     yield from _fused_variants()
 
 
-def _attention_variants() -> Iterator[Variant]:
+def _attention_variants(kind: str, head_dim: int, processor: Processor) -> Iterator[Variant]:
+    """Chunks in the largest and the smallest tile, decodes whole and split with their merge."""
     from executor.triton_kernels.paged_attention import chunk_attention, decode_attention, merge_splits
 
     strides = dict.fromkeys(
         ("stride_q", "stride_out", "stride_block", "stride_head", "stride_slot", "stride_table"), "i32"
     )
     work = dict.fromkeys(("tile_row_ptr", "tile_count_ptr", "tile_position_ptr", "tile_chunk_ptr"), "*i32")
-    for kind, precision in (("bf16", "tf32"), ("fp32", "ieee")):
-        tensors = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), f"*{kind}")
-        common = {**tensors, "tables_ptr": "*i32", "log2_scale": "fp32", **strides}
-        constants = {
-            "SHARE": 4,
-            "BLOCK_SIZE": 16,
-            "HEAD_DIM": 128,
-            "D": 128,
-            "WINDOW": 0,
-            "WIDEN": False,
-            "PRECISION": precision,
-        }
-        half = kind == "bf16"
+    tensors = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), f"*{kind}")
+    common = {**tensors, "tables_ptr": "*i32", "log2_scale": "fp32", **strides}
+    constants = {
+        "SHARE": 4,
+        "BLOCK_SIZE": 16,
+        "HEAD_DIM": head_dim,
+        "D": head_dim,
+        "WINDOW": 0,
+        "WIDEN": False,
+        "PRECISION": "tf32" if kind == "bf16" else "ieee",
+    }
+    item_bytes = 2 if kind == "bf16" else 4
+    for rows in (TILE_ROWS, 16):
+        tile = tile_of(rows, head_dim, item_bytes, processor)
         yield Variant(
             chunk_attention,
-            kind,
+            f"{kind}, d {head_dim}, {tile.rows} rows",
             {**common, **work},
-            {**constants, "M": 128, "N": 64 if half else 32},
-            {"num_warps": 8, "num_stages": 3 if half else 2},
+            {**constants, "M": tile.rows, "N": tile.keys},
+            {"num_warps": 8 if tile.rows >= 128 else 4, "num_stages": tile.stages},
         )
-        extra = {"part_ptr": "*fp32", "weight_ptr": "*fp32", "length_ptr": "*i32", "first_row": "i32"}
-        for splits in (1, 8):
-            yield Variant(
-                decode_attention,
-                f"{kind}, {splits} splits",
-                {**common, **extra},
-                {**constants, "HEADS": 32, "G": 16, "N": 64, "SPLITS": splits},
-                {"num_warps": 4, "num_stages": 3 if half else 2},
-            )
+    extra = {"part_ptr": "*fp32", "weight_ptr": "*fp32", "length_ptr": "*i32", "first_row": "i32"}
+    tile = tile_of(16, head_dim, item_bytes, processor, keys=64)
+    for splits in (1, 8):
+        yield Variant(
+            decode_attention,
+            f"{kind}, d {head_dim}, {splits} splits",
+            {**common, **extra},
+            {**constants, "HEADS": 32, "G": 16, "N": tile.keys, "SPLITS": splits},
+            {"num_warps": 4, "num_stages": 3 if kind == "bf16" else 2},
+        )
     yield Variant(
         merge_splits,
-        "bf16, 8 splits",
+        f"{kind}, d {head_dim}, 8 splits",
         {
             "part_ptr": "*fp32",
             "weight_ptr": "*fp32",
-            "out_ptr": "*bf16",
+            "out_ptr": f"*{kind}",
             "length_ptr": "*i32",
             "first_row": "i32",
             "stride_out": "i32",
         },
-        {"HEADS": 32, "HEAD_DIM": 128, "D": 128, "SPLITS": 8, "S": 8},
+        {"HEADS": 32, "HEAD_DIM": head_dim, "D": head_dim, "SPLITS": 8, "S": 8},
         {"num_warps": 4},
     )
 
@@ -157,7 +163,7 @@ def _fused_variants() -> Iterator[Variant]:
             {
                 **dict.fromkeys(tensors, "*bf16"),
                 "positions_ptr": "*i32",
-                "slots_ptr": "*i64",
+                "slots_ptr": "*i32",
                 **dict.fromkeys(("stride_row", "stride_block", "stride_head", "stride_slot"), "i32"),
                 "eps": "fp32",
             },
@@ -173,7 +179,7 @@ def print_all(prog_name: str) -> None:
     if capability is None or not min(SHARED_BYTES) <= capability < 1000:
         raise ExecutorError(f"{prog_name}: found {shown(text)}, expected a compute capability such as 80 or 90")
     for kernel, variant, shared, lines in build_all(capability):
-        print(f"{kernel:<24} {variant:<16} {shared:>8} bytes shared {lines:>7} lines of PTX")
+        print(f"{kernel:<24} {variant:<24} {shared:>8} bytes shared {lines:>7} lines of PTX")
 
 
 def main() -> None:

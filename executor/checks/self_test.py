@@ -91,10 +91,12 @@ def _default_spec(device: torch.device) -> ModelSpec:
 
 CASES: dict[str, tuple[list[tuple[int, int]], list[int]]] = {
     "chunks": ([(40, 0), (33, 70)], []),
+    "long chunk": ([(150, 20)], []),
     "decodes": ([], [0, 15, 130, 301]),
     "mixed": ([(20, 31), (5, 0)], [3, 99]),
 }
-"""Chunks as (tokens, prefix) and contexts of decodes."""
+"""Chunks as (tokens, prefix) and contexts of decodes. The long chunk has the largest query tile that there is: a
+device may have too little shared memory for that one alone."""
 
 
 def check_attention(

@@ -117,6 +117,7 @@ def profile_command(
         operators=operators,
         adapt=unsure_by_fit if adapt else None,
         progress=None if as_json else Spoken(),
+        note=lambda text: print(text, file=sys.stderr, flush=True),
     )
     table = profile.table
     iterations = table[table["operator"] == "iteration"]

@@ -77,7 +77,7 @@ def shard_weights(
     """The weights of one rank from wherever the model comes from."""
     spec = shard.whole
     check_executable(spec)
-    stored, names = _stored(source, spec, seed)
+    stored, names = _stored(source, spec, seed, device)
     first_layer = shard.layers[0]
 
     def take(name: str, shape: Shape) -> Tensor:
@@ -101,9 +101,9 @@ def shard_weights(
     return weights
 
 
-def _stored(source: ModelSource, spec: ModelSpec, seed: int) -> tuple[Stored, set[str]]:
+def _stored(source: ModelSource, spec: ModelSpec, seed: int, device: torch.device) -> tuple[Stored, set[str]]:
     if source.kind == "spec":
-        return lambda name, shape: random_tensor(seed, name, shape), random_names(spec)
+        return lambda name, shape: random_tensor(seed, name, shape, device), random_names(spec)
     folder = source.path
     assert isinstance(folder, Path)
     if source.kind == "gguf":

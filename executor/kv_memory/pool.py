@@ -6,6 +6,7 @@ values are written in one indexed store, at slot = block * block_size + offset.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -44,12 +45,12 @@ class KVCache:
         try:
             # The pool starts finite: some attention kernels load whole blocks and weigh the rest with zero. On a CPU
             # this also brings its pages in now, or the first prompts of a run would pay for them.
-            self.pool = advise_huge_pages(torch.empty(shape, dtype=dtype, device=device)).zero_()
+            self.pool = advise_huge_pages(_empty_pool(shape, dtype, device)).zero_()
         except (RuntimeError, torch.OutOfMemoryError):
             need = self.layers * 2 * blocks * self.kv_heads * block_size * self.head_dim * dtype.itemsize
             raise ExecutorError(
                 f"KV pool: {blocks} blocks of {block_size} tokens need {need / 2**30:.2f} GiB, more than there is; "
-                "give fewer with --kv-blocks"
+                "take fewer (--num-blocks where there is that option), shorter contexts or fewer requests at once"
             ) from None
 
     @property
@@ -89,3 +90,13 @@ class KVCache:
         """Fill blocks with NaN: nobody may read them before they are written again."""
         if len(blocks):
             self.pool[:, :, torch.as_tensor(blocks, dtype=torch.long, device=self.device)] = float("nan")
+
+
+def _empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a pool. An engine that has gone refers to itself and may still hold the pool before this one."""
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.empty(shape, dtype=dtype, device=device)

@@ -19,14 +19,16 @@ import torch
 
 from executor.errors import ExecutorError
 from executor.machine.speed_gauge import SpeedGauge
+from executor.model.cuda_graphs import graph_bytes
 from executor.model.loading import Loaded
 from executor.model.sampler import GREEDY
+from executor.serving.device_memory import blocks_that_fit
 from executor.serving.live_engine import Flight, LiveEngine
 from executor.serving.request_text import Text
 from executor.serving.runner import Result, Runner
 from metrics import Recorder
 from policies import BatchShape, Ns, Policy, Request, make_scheduler
-from profiler.measurements.plan import Point
+from profiler.measurements.plan import Point, clipped, longest_context, tokens_held
 from workloads.trace import Trace
 
 if TYPE_CHECKING:
@@ -87,20 +89,40 @@ class Scripted(Policy):
 class BatchRig(LiveEngine):
     """A live engine without arrivals: it serves one planned batch at a time."""
 
-    def __init__(self, loaded: Loaded, *, most_tokens: int, longest: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        most_tokens: int,
+        longest: int,
+        most_requests: int = 256,
+        most_rows: int = 2048,
+        block_size: int = 16,
+        seed: int = 0,
+    ) -> None:
+        """most_tokens, most_requests, most_rows: of any point. Points for which there is no memory are clipped."""
         self._script = Script()
+        self.loaded = loaded
         if longest > loaded.max_tokens:
             raise ExecutorError(
                 f"the plan holds contexts of {longest} tokens, {loaded.spec.name} reaches {loaded.max_tokens}: "
                 f"plan with --max-model-len {loaded.max_tokens}"
             )
         longest = min(longest + WARM_STEPS + FOLLOWERS + 4, loaded.max_tokens)
-        # A block more for every request: contexts do not fill their last one.
-        blocks = most_tokens // block_size + 4096
         room = -(-longest // block_size)
+        blocks = max(room, most_tokens // block_size + most_requests * _beyond(block_size))
+        fit = blocks_that_fit(
+            loaded,
+            most_rows=most_rows,
+            most_sampled=most_requests,
+            block_size=block_size,
+            graph_bytes=graph_bytes(loaded),
+        )
+        self.blocks = min(blocks, max(room, fit))
+        self._block_size = block_size
         scheduler = make_scheduler(
             Scripted(script=self._script),
-            num_blocks=max(blocks, room),
+            num_blocks=self.blocks,
             block_size=block_size,
             max_model_len=longest,
             by_id=True,
@@ -108,7 +130,7 @@ class BatchRig(LiveEngine):
         cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
         generator = torch.Generator(device=cache.pool.device).manual_seed(seed)
         cache.pool.normal_(0.0, 0.5, generator=generator)
-        runner = Runner(loaded, cache, scheduler.ledger, longest, rows=256)
+        runner = Runner(loaded, cache, scheduler.ledger, longest, rows=max(256, most_requests))
         super().__init__(
             scheduler,
             runner,
@@ -125,6 +147,43 @@ class BatchRig(LiveEngine):
         # On a CPU: sampled after a point's last step, as in a live run, so that it costs the measured one no caches.
         self.gauge = SpeedGauge() if cache.pool.device.type == "cpu" else None
         self._last_gauge_ns = self.gauge.sample() if self.gauge is not None else 0
+
+    @classmethod
+    def for_points(cls, loaded: Loaded, points: Sequence[Point], *, block_size: int = 16, seed: int = 0) -> BatchRig:
+        """One for these points and no larger ones."""
+        return cls(
+            loaded,
+            most_tokens=max(tokens_held(point.shape) for point in points),
+            longest=max(longest_context(point.shape) for point in points),
+            most_requests=max(len(point.shape.chunks) + point.shape.decodes for point in points),
+            most_rows=max(point.shape.rows for point in points),
+            block_size=block_size,
+            seed=seed,
+        )
+
+    def fits(self, shape: BatchShape) -> bool:
+        """Whether the pool holds such a batch, with the steps before and after it."""
+        lengths = [tokens + prefix for tokens, prefix in shape.chunks] + Point(shape, "visited").contexts
+        size = self._block_size
+        return sum([-(-length // size) + _beyond(size) - 1 for length in lengths]) <= self.blocks
+
+    def fitting(self, points: Sequence[Point]) -> tuple[list[Point], str]:
+        """The points as the memory here holds them, contexts shortened where need be, and a sentence about those.
+
+        A point that does not fit without any context is left out.
+        """
+        found, shorter = [], 0
+        for point in points:
+            shape = clipped(point.shape, self.fits)
+            if shape is not None:
+                found.append(point if shape == point.shape else Point(shape, point.why))
+                shorter += shape != point.shape
+        gone = len(points) - len(found)
+        if not shorter and not gone:
+            return found, ""
+        text = f"KV pool: {self.blocks} blocks of {self._block_size} tokens fit beside the model: {shorter} of "
+        text += f"{len(points)} planned batches are measured with shorter contexts"
+        return found, text + (f", {gone} are left out" if gone else "")
 
     def warm(self, points: Sequence[Point]) -> None:
         """Capture the graphs that these points will run through, so that no measurement pays for one."""
@@ -145,6 +204,10 @@ class BatchRig(LiveEngine):
 
         followers: after a step with chunks, also time so many decodes of whoever can decode then.
         """
+        shape = clipped(point.shape, self.fits)
+        if shape is None:
+            raise ExecutorError(f"a planned batch of {point.shape.rows} rows does not fit into {self.blocks} KV blocks")
+        point = Point(shape, point.why)
         most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -218,6 +281,11 @@ class BatchRig(LiveEngine):
             now - since,
             result.executed_rows,
         )
+
+
+def _beyond(block_size: int) -> int:
+    """Blocks of one request beyond those that its tokens fill: the last one, and what it decodes after its step."""
+    return 2 + (FOLLOWERS + 2) // block_size
 
 
 def probe(rig: BatchRig, points: Sequence[Point], repeats: int) -> list[Timing]:

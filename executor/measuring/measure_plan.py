@@ -30,6 +30,8 @@ UNSURE_PER_ROUND = 16
 OPERATOR_POINTS = 10
 ONCE_ABOVE = 0.01
 """Share of the budget above which a batch is measured once and not repeated."""
+REHEARSALS = 4
+"""Most runs of a batch before the one that counts."""
 
 
 def measure_plan(
@@ -41,17 +43,33 @@ def measure_plan(
     operators: bool = True,
     progress: Progress | None = None,
     adapt: Callable[[Profile], Callable[[Sequence[BatchShape]], Any]] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Profile:
     """Measure a plan until its budget is used; writes `out` (.parquet or .csv) and returns the profile.
 
     Every measurement is on disk as soon as it is made (`out` + ".log"): an interrupted measurement goes on where it
     stopped when it is started again with the same plan. adapt: a profile so far -> how unsure a fit is at given shapes;
     with it the last part of the budget goes where that is largest. operators: also time a few points part by part.
+    note: told once what of the plan the memory here does not hold.
+
+    Where a first run may pay for compilation (`pays_first`) or is too long to be repeated, a batch runs until two runs
+    agree; those before are kept, flagged, and never fitted.
     """
     out = Path(out)
     log = _Log(out.with_name(out.name + ".log"), plan, loaded)
     say = progress or (lambda spent, budget, doing: None)
-    rig = BatchRig(loaded, most_tokens=plan.most_tokens, longest=plan.longest, block_size=block_size, seed=plan.seed)
+    rig = BatchRig(
+        loaded,
+        most_tokens=plan.most_tokens,
+        longest=plan.longest,
+        most_requests=plan.most_requests,
+        most_rows=plan.most_rows,
+        block_size=block_size,
+        seed=plan.seed,
+    )
+    _, clip = rig.fitting(plan.points)
+    if clip and note is not None:
+        note(clip)
     clock = _Clock(log.spent_s)
     gc.collect()
     gc.freeze()  # as a live run does
@@ -80,15 +98,15 @@ def measure_plan(
                 log.note_points(round_number, points)
             _run_round(rig, points, round_number, plan, log, clock, plan.budget_s, say)
             round_number += 1
-        if not log.rows:
+        if all(row.get("first") for row in log.rows):
             raise ExecutorError(f"profile: nothing was measured within {plan.budget_s:g} s; give it longer (--budget)")
         rows = iteration_rows(log.rows, loaded)
         if operators:
             say(clock.spent_s, plan.budget_s, "operators")
-            rows += operator_rows(rig, loaded, [*plan.noise, *plan.points[:OPERATOR_POINTS]])
+            rows += operator_rows(rig, loaded, rig.fitting([*plan.noise, *plan.points[:OPERATOR_POINTS]])[0])
     finally:
         gc.unfreeze()
-    profile = make_profile(_frame(rows), _provenance(plan, loaded, clock))
+    profile = make_profile(_frame(rows), _provenance(plan, loaded, clock, clip))
     write_profile(profile, out)
     return profile
 
@@ -101,15 +119,16 @@ def unsure_by_fit(profile: Profile) -> Callable[[Sequence[BatchShape]], Any]:
     return lambda shapes: disagreement(fit, shapes)
 
 
-def _provenance(plan: MeasurementPlan, loaded: Loaded, clock: _Clock) -> dict[str, Any]:
+def _provenance(plan: MeasurementPlan, loaded: Loaded, clock: _Clock, clip: str) -> dict[str, Any]:
     return {
+        **({"clipped": clip} if clip else {}),
         "source": "measured by this project's executor",
         "engine": {key: str(value) for key, value in loaded.describe().items()},
         "torch": torch.__version__,
         "measuring_s": round(clock.spent_s, 1),
         "plan": {"seed": plan.seed, "repeats": plan.repeats, "budget_s": plan.budget_s, **plan.provenance},
-        "outliers": f"processor time below {TAKEN_AWAY:.0%} of wall time (one thread), or more than "
-        f"{FAR_OFF} times the quickest of its shape in the round",
+        "outliers": "runs that may have paid for compilation, processor time below "
+        f"{TAKEN_AWAY:.0%} of wall time (one thread), or over {FAR_OFF} times the quickest of its shape in the round",
     }
 
 
@@ -129,8 +148,12 @@ def _run_round(
     until_s: float,
     say: Progress,
 ) -> None:
-    """Every point `repeats` times in random order (a long one once); a round is finished unless the time is up."""
+    """Every point `repeats` times in random order (a long one once); a round is finished unless the time is up.
+
+    A point that the memory does not hold, however short its contexts, is passed over.
+    """
     long: set[int] = set()
+    ran: set[int] = set()
     rng = np.random.default_rng([plan.seed, 1, number])
     order = [(at, repeat) for repeat in range(plan.repeats) for at in range(len(points))]
     # Repeats of a point lie apart: each pass over the points has an order of its own.
@@ -142,16 +165,41 @@ def _run_round(
                 continue
             if (clock.spent_s >= until_s and number) or part[at][0] in long:
                 continue
-            timing = rig.measure(points[part[at][0]], followers=FOLLOWERS)
-            if timing.wall_ns > ONCE_ABOVE * plan.budget_s * 1e9:
+            point = points[part[at][0]]
+            if not rig.fitting([point])[0]:
+                continue
+            timings = _until_stable(rig, point, plan.budget_s, first=part[at][0] not in ran)
+            ran.add(part[at][0])
+            if timings[-1].wall_ns > ONCE_ABOVE * plan.budget_s * 1e9:
                 long.add(part[at][0])
-            log.add(key, points[part[at][0]].why, timing, clock.spent_s)
+            for before, timing in enumerate(timings, 1 - len(timings)):
+                # Runs before the one that counts have numbers of their own: a second start does not look for them.
+                log.add(key if not before else (*key[:2], before), point.why, timing, clock.spent_s, first=before < 0)
             say(clock.spent_s, plan.budget_s, f"round {number + 1}, {len(log.rows)} measurements")
+
+
+def pays_first(loaded: Loaded) -> bool:
+    """Whether kernels are compiled or chosen when a batch first needs them, at that batch's cost."""
+    model = loaded.model
+    return loaded.device.type == "cuda" or model.kernels.name == "compiled" or model.attention.name == "flex"
+
+
+def _until_stable(rig: BatchRig, point: Point, budget_s: float, *, first: bool) -> list[Timing]:
+    """The point's runs; only the last counts. One run, unless it may have paid for something that later ones do not."""
+    timings = [rig.measure(point, followers=FOLLOWERS)]
+    too_long = timings[0].wall_ns > ONCE_ABOVE * budget_s * 1e9
+    if not first or not (too_long or pays_first(rig.loaded)):
+        return timings
+    while len(timings) <= REHEARSALS:
+        timings.append(rig.measure(point, followers=FOLLOWERS))
+        if timings[-2].device_ns <= FAR_OFF * timings[-1].device_ns:
+            break
+    return timings
 
 
 def _warm_up(rig: BatchRig, plan: MeasurementPlan) -> None:
     rig.warm([*plan.noise, *plan.points])
-    for point in plan.noise:
+    for point in rig.fitting(plan.noise)[0]:
         rig.measure(point)
 
 
@@ -216,7 +264,7 @@ class _Log:
         self._points[round_number] = list(points)
         self._write({"round": round_number, "points": [[point.why, point.shape] for point in points]})
 
-    def add(self, key: tuple[int, int, int], why: str, timing: Timing, at_s: float) -> None:
+    def add(self, key: tuple[int, int, int], why: str, timing: Timing, at_s: float, *, first: bool = False) -> None:
         entry = {
             "key": key,
             "why": why,
@@ -230,6 +278,7 @@ class _Log:
             "executed_rows": timing.executed_rows,
             "gauge_ns": timing.gauge_ns,
             "followers": timing.followers,
+            **({"first": True} if first else {}),
         }
         self.rows.append(entry)
         self.done.add(key)

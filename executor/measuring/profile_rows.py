@@ -32,11 +32,13 @@ def shape_of(entry: Mapping[str, Any]) -> BatchShape:
 def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> list[dict[str, Any]]:
     """Rows of a profile, one a measurement and one for each decode timed after it.
 
-    Outliers are flagged by rule (TAKEN_AWAY, FAR_OFF) and kept.
+    Outliers are flagged by rule (TAKEN_AWAY, FAR_OFF) and kept, and so is a run that may have paid for compilation.
     """
     quickest: dict[tuple[BatchShape, int], int] = {}
     shapes = [shape_of(entry) for entry in measured]
     for shape, entry in zip(shapes, measured):
+        if entry.get("first"):
+            continue
         group = (shape, entry["key"][0])
         quickest[group] = min(quickest.get(group, entry["device_ns"]), entry["device_ns"])
     engine = engine_columns(loaded)
@@ -44,7 +46,8 @@ def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> lis
     rows = []
     for shape, entry in zip(shapes, measured):
         interrupted = alone and entry["cpu_ns"] < TAKEN_AWAY * entry["wall_ns"]
-        far_off = entry["device_ns"] > FAR_OFF * quickest[shape, entry["key"][0]]
+        first = bool(entry.get("first"))
+        far_off = first or entry["device_ns"] > FAR_OFF * quickest[shape, entry["key"][0]]
         seconds = entry["device_ns"] / 1e9
         known = {
             **engine,
@@ -80,7 +83,7 @@ def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> lis
                     **known,
                     "operator": "after_chunks",
                     "steps_since": since,
-                    "outlier": int(alone and cpu_ns < TAKEN_AWAY * wall_ns),
+                    "outlier": int(first or (alone and cpu_ns < TAKEN_AWAY * wall_ns)),
                     "median_s": seconds,
                     "min_s": seconds,
                     "max_s": seconds,

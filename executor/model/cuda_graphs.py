@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from executor.batches.batch_arrays import Step
-from executor.batches.device_arrays import DeviceArrays, Sizes, pack, sizes_of
+from executor.batches.device_arrays import DeviceArrays, Sizes, blank_arrays, pack, place, sizes_of
 from executor.errors import ExecutorError
 from executor.kv_memory.pool import KVCache
 from executor.model.model import Model
@@ -160,7 +160,9 @@ class _Graph:
     held: list[Tensor]
     """Memory that the recorded kernels write to: it must outlive the graph, whoever else lets go of it."""
     bytes: int
-    staging: dict[int, Tensor] = field(default_factory=dict)
+    buffer: Tensor
+    """Index arrays of the whole pass, and after them those of its last layer."""
+    staging: Tensor
 
 
 class GraphedModel:
@@ -211,49 +213,50 @@ class GraphedModel:
             self.warm([sizes])  # type: ignore[list-item]
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, step: Step, cache: KVCache) -> Tensor:
-        """As `Model.forward`; the result is overwritten by the next call."""
+    def forward(
+        self, token_ids: Tensor, step: Step, cache: KVCache, ready: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """As `Model.forward`; the result is overwritten by the next call.
+
+        ready: called when the batch lies where kernels read it and only launches are left.
+        """
         exact = sizes_of(step, cache.block_size, self.buckets.tile)
         sizes = self.buckets.fit(exact)
         if sizes is None or cache is not self.cache or not sizes.holds(exact):
             self.counts.without += 1
             self.executed_rows = step.rows
+            place(step, cache.block_size, trimmed=self.model.trim_last_layer)
+            ready()
             return self.model.forward(token_ids, step, cache)
         graph = self._graphs.get(sizes)
         if graph is None:
             graph = self._capture(sizes)
         self._graphs.move_to_end(sizes)
         self._fill(graph, sizes, token_ids, step)
+        ready()
         graph.capture.replay()
         self.counts.replayed += 1
         self.executed_rows = sizes.rows
         return graph.logits[: len(step.sampled_rows)]
 
     def _fill(self, graph: _Graph, sizes: Sizes, token_ids: Tensor, step: Step) -> None:
-        """Put the batch where the captured kernels look for it."""
-        self._send(graph, graph.step, pack(step, sizes))
-        if self.model.trim_last_layer:
-            self._send(graph, graph.step.only_sampled, pack(step.only_sampled, _sampled_sizes(sizes)))
+        """Put the batch where the captured kernels look for it, in one copy."""
+        parts = [pack(step, sizes)]
+        if self.model.trim_last_layer and graph.step.only_sampled is not graph.step:
+            parts.append(pack(step.only_sampled, _sampled_sizes(sizes)))
+        # One pinned buffer a graph: the step before has been waited for by the time its tokens were read.
+        np.concatenate(parts, out=graph.staging.numpy())
+        graph.buffer.copy_(graph.staging, non_blocking=True)
         useful, decodes, first = int(step.chunk_tokens.sum()), step.num_decodes, sizes.chunk_rows
         graph.token_ids[:useful].copy_(token_ids[:useful])
         graph.token_ids[first : first + decodes].copy_(token_ids[useful : useful + decodes])
-
-    def _send(self, graph: _Graph, static: Step, packed: np.ndarray) -> None:
-        assert static.arrays is not None
-        target = static.arrays.buffer
-        if target.device.type == "cpu":
-            target.copy_(torch.from_numpy(packed))
-            return
-        # One pinned buffer a graph: the step before has been waited for by the time its tokens were read.
-        staging = graph.staging.setdefault(id(static), torch.empty(target.shape, dtype=torch.int32, pin_memory=True))
-        staging.numpy()[:] = packed
-        target.copy_(staging, non_blocking=True)
 
     @torch.inference_mode()
     def _capture(self, sizes: Sizes) -> _Graph:
         model, device = self.model, self.cache.device
         before = _memory_taken(device)
-        step = static_step(sizes, self.cache.block_size, device, trimmed=model.trim_last_layer)
+        step, buffer = static_step(sizes, self.cache.block_size, device, trimmed=model.trim_last_layer)
+        staging = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         token_ids = torch.zeros(sizes.rows, dtype=torch.int64, device=device)
         # Once for real: kernels are compiled and buffers grow outside of the capture. All rows are padding.
         model.forward(token_ids, step, self.cache)
@@ -262,8 +265,8 @@ class GraphedModel:
         capture = self._new_capture()
         logits = capture.capture(lambda: model.forward(token_ids, step, self.cache))
         held = [*model.kernels.held(), *model.attention.held()]
-        taken = max(_memory_taken(device) - before, 4 * step_arrays(step).buffer.numel())
-        graph = _Graph(capture, step, token_ids, logits, held, taken)
+        taken = max(_memory_taken(device) - before, 4 * buffer.numel())
+        graph = _Graph(capture, step, token_ids, logits, held, taken, buffer, staging)
         self._graphs[sizes] = graph
         self.counts.captured += 1
         self.counts.bytes += taken
@@ -294,33 +297,34 @@ def graphs_for(loaded: Loaded, cache: KVCache, longest: int) -> GraphedModel | N
     )
 
 
-def static_step(sizes: Sizes, block_size: int, device: torch.device, *, trimmed: bool) -> Step:
-    """A step of padding alone, whose device arrays are filled before every replay. Its host arrays are empty."""
-    arrays = _empty_arrays(sizes, block_size, device)
-    step = _blank(sizes.rows, arrays, device)
-    if trimmed:
-        of_sampled = _sampled_sizes(sizes)
-        step.__dict__["only_sampled"] = _blank(sizes.sampled, _empty_arrays(of_sampled, block_size, device), device)
-    return step
+def graph_bytes(loaded: Loaded) -> int:
+    """Memory to leave for the graphs of a model."""
+    model = loaded.model
+    captured = loaded.device.type == "cuda" and model.kernels.capturable and model.attention.capturable
+    return MOST_BYTES if captured and loaded.graphs != "off" else 0
 
 
-def step_arrays(step: Step) -> DeviceArrays:
-    """The arrays of a static step."""
-    assert step.arrays is not None
-    return step.arrays
+def static_step(sizes: Sizes, block_size: int, device: torch.device, *, trimmed: bool) -> tuple[Step, Tensor]:
+    """A step of padding alone, whose device arrays are filled before every replay, and the buffer that holds them.
+
+    Its host arrays are empty. trimmed: the arrays of sampled rows follow in the same buffer, unless all rows are such.
+    """
+    of_sampled = _sampled_sizes(sizes)
+    apart = trimmed and of_sampled != sizes
+    buffer = torch.zeros(sizes.total + (of_sampled.total if apart else 0), dtype=torch.int32, device=device)
+    step = _blank(sizes.rows, blank_arrays(sizes, block_size, buffer[: sizes.total]), device)
+    if apart:
+        rest = blank_arrays(of_sampled, block_size, buffer[sizes.total :])
+        step.__dict__["only_sampled"] = _blank(sizes.sampled, rest, device)
+    elif trimmed:
+        step.__dict__["only_sampled"] = step
+    return step, buffer
 
 
 def _sampled_sizes(sizes: Sizes) -> Sizes:
     """Sampled rows as the decodes that the last layer sees them as."""
     n = sizes.sampled
     return Sizes(n, 0, n, 0, 0, sizes.tile_rows, n, sizes.blocks)
-
-
-def _empty_arrays(sizes: Sizes, block_size: int, device: torch.device) -> DeviceArrays:
-    buffer = torch.zeros(sizes.total, dtype=torch.int32, device=device)
-    arrays = DeviceArrays(buffer, sizes, sizes.chunk_rows, sizes.blocks * block_size)
-    arrays.slots.fill_(-1)
-    return arrays
 
 
 def _blank(rows: int, arrays: DeviceArrays, device: torch.device) -> Step:

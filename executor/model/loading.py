@@ -48,6 +48,16 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> torch.device:
+    """Make it this thread's current device, and give it its number: Triton launches where the thread is, whatever its
+    tensors say. Every thread has a current device of its own, the first one to begin with."""
+    if device.type != "cuda":
+        return device
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model as named on the command line. kind: "folder", "gguf" or "spec" (random weights)."""
@@ -167,7 +177,9 @@ def load_model(
         raise ExecutorError(f"graphs: found {graphs!r}, expected one of {', '.join(GRAPHS)}")
     source = ModelSource("spec", name, None) if isinstance(name, ModelSpec) else find_model(name)
     spec = source.spec
-    where = pick_device(device)
+    spec.refuse_mixed_windows()
+    spec.refuse_quantised("the executor runs weights of 16 or 32 bits", "name the unquantised model's folder")
+    where = use_device(pick_device(device))
     if dtype == "auto":
         dtype = "float32" if where.type == "cpu" else spec.dtype
     weight_dtype = torch_dtype(dtype)

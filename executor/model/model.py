@@ -105,7 +105,7 @@ class Model:
         qkv = layer.qkv(normed, kernels.buffer("qkv", step.rows, q_size + 2 * spec.kv_size))
         kernels.rotate_and_store(qkv, index, step, cache, self.rope, layer.norms, eps)
         queries = qkv[:, :q_size]
-        if trim:
+        if trim and step.only_sampled is not step:
             rows, step = step.sampled_index, step.only_sampled
             hidden, queries = hidden[rows], queries[rows]
             if not step.rows:

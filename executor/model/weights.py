@@ -20,6 +20,7 @@ from profiler.specs.model_spec import ModelSpec
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 MAX_INDEX_BYTES = 64 << 20
+CPU = torch.device("cpu")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """How weights may be stored; whole numbers and 8-bit floats belong to quantised forms that have scales beside them."""
@@ -130,12 +131,13 @@ def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch
     """Weights drawn from a seed: normal with deviation 0.02 (norms 1, biases small), the usual start of training.
 
     Every tensor has a generator of its own, named by seed and tensor, so values do not depend on the order of drawing,
-    and float32 is drawn first, so that every dtype sees the same values rounded.
+    and float32 is drawn first, so that every dtype sees the same values rounded. Drawn on the device that keeps them:
+    8 billion take over a minute on a CPU. A GPU's generator is another one, so its values differ from a CPU's.
     """
     check_executable(spec)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-        return random_tensor(seed, name, shape).to(device, dtype)
+        return random_tensor(seed, name, shape, device).to(dtype)
 
     return assemble(spec, draw, random_names(spec))
 
@@ -144,12 +146,12 @@ def random_names(spec: ModelSpec) -> set[str]:
     return set() if spec.tied_embeddings else {HEAD}
 
 
-def random_tensor(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """One tensor of `random_weights`, in float32 on the CPU."""
+def random_tensor(seed: int, name: str, shape: tuple[int, ...], device: torch.device = CPU) -> Tensor:
+    """One tensor of `random_weights`, in float32 on the device."""
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    generator = torch.Generator(device="cpu").manual_seed(_tensor_seed(seed, name))
-    return torch.randn(shape, generator=generator) * 0.02
+        return torch.ones(shape, device=device)
+    generator = torch.Generator(device=device).manual_seed(_tensor_seed(seed, name))
+    return torch.randn(shape, generator=generator, device=device).mul_(0.02)
 
 
 def _tensor_seed(seed: int, name: str) -> int:

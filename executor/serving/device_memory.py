@@ -6,6 +6,7 @@ what a batch needs beside the pool is then known, not guessed.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from executor.batches.batch_arrays import Step
 from executor.errors import ExecutorError
 from executor.model.loading import Loaded
 from profiler.specs.memory_plan import kv_blocks
+
+SHARE_OF_FREE, SHARE_OF_DEVICE = 0.5, 0.9
+"""Memory that a pool may take if nobody says so: of what a CPU has free, and of all of a GPU (weights included)."""
 
 ALLOCATORS = {
     "default": "",
@@ -60,19 +64,24 @@ def pool_blocks(use: MemoryUse, block_bytes: int, *, utilisation: float = 0.9, l
     return int(blocks)
 
 
-def measure_use(loaded: Loaded, *, most_rows: int, most_sampled: int, graph_bytes: int = 0) -> MemoryUse:
+def measure_use(
+    loaded: Loaded, *, most_rows: int, most_sampled: int, block_size: int = 16, graph_bytes: int = 0
+) -> MemoryUse:
     """Run the largest batch once and see what it takes: `most_rows` tokens, `most_sampled` rows of logits.
 
-    Attention reads no context here: its kernels keep nothing but per-row sums. On a CPU nothing can be measured that
-    way; the available memory is the total and nothing is taken.
+    block_size: of the pool to come, since attention may refuse any other. Attention reads no context here: its kernels
+    keep nothing but per-row sums. On a CPU nothing can be measured that way; the available memory is the total and
+    nothing is taken.
     """
     device = loaded.device
     if device.type != "cuda":
         return MemoryUse(free_memory_bytes(device), 0, 0, 0)
-    cache = loaded.new_cache(1, 16)
+    gc.collect()  # a pool of an engine that has gone is nobody's
+    cache = loaded.new_cache(1, block_size)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    loaded.model.attention.warm(cache, loaded.model.kernels.activation_dtype)
     step = dummy_step(most_rows, most_sampled, device)
     logits = loaded.model.forward(step.tensor(step.token_ids), step, cache)
     loaded.model.kernels.argmax(logits)
@@ -84,6 +93,17 @@ def measure_use(loaded: Loaded, *, most_rows: int, most_sampled: int, graph_byte
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return MemoryUse(int(total), int(total - free), passing, graph_bytes)
+
+
+def blocks_that_fit(loaded: Loaded, *, most_rows: int, most_sampled: int, block_size: int, graph_bytes: int = 0) -> int:
+    """KV blocks for which there is memory beside weights, graphs and the largest batch (on a CPU, in half of it)."""
+    block_bytes = loaded.kv_bytes_per_token * block_size
+    use = measure_use(
+        loaded, most_rows=most_rows, most_sampled=most_sampled, block_size=block_size, graph_bytes=graph_bytes
+    )
+    if loaded.device.type != "cuda":
+        return use.blocks(block_bytes, SHARE_OF_FREE) - 1
+    return pool_blocks(use, block_bytes, utilisation=SHARE_OF_DEVICE)
 
 
 def free_memory_bytes(device: torch.device) -> int:

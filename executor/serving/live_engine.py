@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from executor.machine.cpu_clock import step_clock
+from executor.model.loading import use_device
 from executor.model.sampler import INVALID, Sampling
 from executor.serving.arrivals import NEVER, Arrivals
 from executor.serving.prompts import Prompts
@@ -117,8 +118,7 @@ class LiveEngine:
             worker = None
             try:
                 if self._ahead:
-                    threads = torch.get_num_threads()
-                    worker = ThreadPoolExecutor(1, "executor", lambda: torch.set_num_threads(threads))
+                    worker = ThreadPoolExecutor(1, "executor", _as_here(self.runner.cache.device))
                 self._loop(worker)
             finally:
                 if worker is not None:
@@ -378,6 +378,17 @@ class LiveEngine:
     def _never_arrived(self, row: int, at_ns: Ns, reason: str, now: Ns) -> None:
         request = _arriving(self.trace, row, at_ns)
         self.recorder.request(request, -1, "aborted", reason, 0, -1, -1, max(now, at_ns), 0, 0, ())
+
+
+def _as_here(device: torch.device) -> Callable[[], None]:
+    """What a thread has to do so that PyTorch works in it as in this one: both settings are a thread's own."""
+    threads = torch.get_num_threads()
+
+    def begin() -> None:
+        torch.set_num_threads(threads)
+        use_device(device)
+
+    return begin
 
 
 def _arriving(trace: Trace, row: int, at_ns: Ns) -> Request:

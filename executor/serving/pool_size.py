@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from executor.config import LiveConfig
 from executor.errors import ExecutorError
-from executor.model.cuda_graphs import MOST_BYTES
+from executor.model.cuda_graphs import graph_bytes
 from executor.model.loading import Loaded
-from executor.serving.device_memory import MemoryUse, free_memory_bytes, measure_use, pool_blocks
+from executor.serving.device_memory import (
+    SHARE_OF_DEVICE,
+    SHARE_OF_FREE,
+    MemoryUse,
+    free_memory_bytes,
+    measure_use,
+    pool_blocks,
+)
 from executor.serving.memory_measures import compression_of, full_blocks
 from workloads.trace import Trace
-
-SHARE_OF_FREE, SHARE_OF_DEVICE = 0.5, 0.9
-"""Memory that a pool may take if nobody says so: of what a CPU has free, and of all of a GPU (weights included)."""
 
 
 def default_blocks(
@@ -42,6 +46,7 @@ def default_blocks(
             loaded,
             most_rows=most_tokens,
             most_sampled=config.max_num_seqs or 256,
+            block_size=config.block_size,
             graph_bytes=graph_bytes(loaded),
         )
     block_bytes, beside = loaded.kv_bytes_per_token * config.block_size, 0
@@ -63,10 +68,3 @@ def default_blocks(
         used = MemoryUse(use.total, use.taken + beside, use.peak_activations, use.graphs)
         room = pool_blocks(used, block_bytes, utilisation=config.memory_share or SHARE_OF_DEVICE, least=longest)
     return max(longest, min(room, wanted))
-
-
-def graph_bytes(loaded: Loaded) -> int:
-    """Memory to leave for CUDA graphs."""
-    model = loaded.model
-    captured = loaded.device.type == "cuda" and model.kernels.capturable and model.attention.capturable
-    return MOST_BYTES if captured and loaded.graphs != "off" else 0

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from executor.batches.batch_arrays import Ints, Step
+from executor.batches.device_arrays import place
 from executor.kv_memory.compressed_pool import CompressedKVCache
 from executor.kv_memory.host_copies import HostCache
 from executor.kv_memory.packed_host_copies import PackedHostCache
@@ -113,6 +114,7 @@ class Runner:
         self.rows = rows
         self.host = host
         self.graphs = graphs_for(loaded, cache, longest)
+        self._packs_steps = cache.device.type == "cuda" and loaded.model.attention.capturable
         self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None
         self._packed = cache if isinstance(cache, CompressedKVCache) else None
         self._computed: dict[int, int] = {}
@@ -312,8 +314,10 @@ class Runner:
 
     def _run(self, prepared: Prepared) -> Result:
         start_ns = time.perf_counter_ns()
-        if self._timer is not None:
-            self._timer.start(prepared.batch.number)
+        number = prepared.batch.number
+        moves = bool(prepared.batch.swap_out or prepared.batch.swap_in)
+        if moves:
+            self._start_timer(number)  # copies to and from the host are the batch's own
         if prepared.batch.swap_out and self.host is not None:
             self.host.copy_out(prepared.batch.swap_out)
         for row, table in prepared.left:
@@ -330,8 +334,18 @@ class Runner:
         if step.num_decodes:
             first = int(step.decode_row[0])
             token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
-        forward = self.loaded.model.forward if self.graphs is None else self.graphs.forward
-        logits = forward(token_ids, step, self.cache)
+
+        def ready() -> None:
+            if not moves:
+                self._start_timer(number)
+
+        if self.graphs is not None:
+            logits = self.graphs.forward(token_ids, step, self.cache, ready)
+        else:
+            if self._packs_steps:
+                place(step, self._block_size, trimmed=self.loaded.model.trim_last_layer)
+            ready()
+            logits = self.loaded.model.forward(token_ids, step, self.cache)
         if self._packed is not None:
             self._pack_old(step, step.chunk_table, step.chunk_prefix + step.chunk_tokens)
             self._computed.update(zip(step.decode_table.tolist(), (step.decode_context + 1).tolist()))
@@ -350,6 +364,12 @@ class Runner:
                 start_ns = max(start_ns, end_ns - device_ns)
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
         return Result(ids, start_ns, end_ns, executed)
+
+    def _start_timer(self, number: int) -> None:
+        """Device time begins with the batch's first kernel: on an idle device an event passes when it is recorded, and
+        whatever the host does after it would count as the device's."""
+        if self._timer is not None:
+            self._timer.start(number)
 
     def _remember_as_many_tokens(self, step: Step) -> None:
         """Last tokens belong to whoever runs batches, so they grow here, not where rows are taken."""

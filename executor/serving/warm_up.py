@@ -16,6 +16,9 @@ from policies import Scheduler
 
 def warm_up(runner: Runner) -> None:
     """First use of kernels, buffers, threads and graphs, so that the first request does not pay for them."""
+    model = runner.loaded.model
+    if runner.cache.device.type == "cuda":
+        model.attention.warm(runner.cache, model.kernels.activation_dtype)
     if runner.graphs is not None:
         runner.graphs.warm_all(runner.rows)
     none = np.empty(0, np.int32)

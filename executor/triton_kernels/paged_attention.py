@@ -73,7 +73,8 @@ def _attend_keys(
     return acc, best, total
 
 
-@triton.jit
+# Numbers that differ from batch to batch are not compiled for: Triton would make variants of their divisibility by 16.
+@triton.jit(do_not_specialize=["stride_table"])
 def chunk_attention(
     q_ptr,
     out_ptr,
@@ -101,13 +102,15 @@ def chunk_attention(
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One query tile of one head: M rows at consecutive positions of one request. Grid: (heads, tiles)."""
+    """M rows of one query tile of one head, at consecutive positions of one request. Grid: (heads, tiles, rows of a
+    tile / M): where shared memory is short, several programs share a tile."""
     head = tl.program_id(0)
     tile = tl.program_id(1)
-    count = tl.load(tile_count_ptr + tile)
+    skipped = tl.program_id(2) * M
+    count = tl.minimum(tl.load(tile_count_ptr + tile) - skipped, M)
     if count > 0:
-        first_row = tl.load(tile_row_ptr + tile).to(tl.int64)
-        position = tl.load(tile_position_ptr + tile)
+        first_row = (tl.load(tile_row_ptr + tile) + skipped).to(tl.int64)
+        position = tl.load(tile_position_ptr + tile) + skipped
         table = tables_ptr + tl.load(tile_chunk_ptr + tile).to(tl.int64) * stride_table
         of_head = (head // SHARE).to(tl.int64) * stride_head
         keys = keys_ptr + of_head
@@ -185,7 +188,7 @@ def chunk_attention(
         tl.store(out_ptr + out_at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "stride_table"])
 def decode_attention(
     q_ptr,
     out_ptr,
@@ -279,7 +282,7 @@ def decode_attention(
             tl.store(weight_ptr + place, share, mask=member < SHARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row"])
 def merge_splits(
     part_ptr,
     weight_ptr,

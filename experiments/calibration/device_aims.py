@@ -28,7 +28,9 @@ REPEATS = 5
 CHUNKS, DECODES, PREFIX = (128, 256, 512, 1024, 2048), (8, 64), 1024
 
 
-def aims_stage(loaded: Loaded, ceilings: Any, out: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def aims_stage(
+    loaded: Loaded, ceilings: Any, out: Path, say: Callable[[str], None], *, block_size: int = 16
+) -> list[dict[str, Any]]:
     """Rows of `executor.measuring.judged_batches.measure_aims`, in out/aims.json; one line said a row."""
     file = out / "aims.json"
     if file.exists():
@@ -44,7 +46,7 @@ def aims_stage(loaded: Loaded, ceilings: Any, out: Path, say: Callable[[str], No
     write_json(out / "aims.part.json", rows)
     if not wanted:
         say(f"aims: none of these batches fits into {loaded.max_tokens} tokens, the longest request")
-    for row in measure_aims(loaded, ceilings, wanted=wanted):
+    for row in measure_aims(loaded, ceilings, wanted=wanted, block_size=block_size):
         rows.append(row)
         write_json(out / "aims.part.json", rows)
         say("aims: " + aim_line(row))
@@ -72,7 +74,7 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
         return list(read_json(file))
     from executor.measuring.batch_rig import BatchRig
     from policies import BatchShape
-    from profiler.measurements.plan import Point
+    from profiler.measurements.plan import Point, longest_context
 
     scale = SMALL_SCALE if loaded.device.type == "cpu" else 1
     prefix = PREFIX // scale
@@ -82,17 +84,12 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
     for count in DECODES:
         few = max(1, count // scale)
         points[f"{few} decode{'s' * (few > 1)}"] = Point(BatchShape((), few, few * prefix, prefix, 0, few), "visited")
-    points = {name: point for name, point in points.items() if _longest(point) < loaded.max_tokens - 8}
+    points = {name: point for name, point in points.items() if longest_context(point.shape) < loaded.max_tokens - 8}
     if not points:
         write_json(file, [])
         say(f"host time: none of these batches fits into {loaded.max_tokens} tokens, the longest request")
         return []
-    rig = BatchRig(
-        loaded,
-        most_tokens=max(sum(point.contexts) + 4096 for point in points.values()),
-        longest=max(_longest(point) for point in points.values()),
-        block_size=block_size,
-    )
+    rig = BatchRig.for_points(loaded, list(points.values()), block_size=block_size)
     rig.warm(list(points.values()))
     rows = []
     captured = rig.runner.graphs
@@ -119,10 +116,6 @@ def host_time_stage(loaded: Loaded, block_size: int, out: Path, say: Callable[[s
     write_json(file, rows)
     say(f"host time: {len(rows)} measurements, " + ("with graphs and without" if captured else "no graphs here"))
     return rows
-
-
-def _longest(point: Any) -> int:
-    return max([tokens + prefix for tokens, prefix in point.shape.chunks] + list(point.contexts))
 
 
 def host_time_of(folder: Path) -> list[dict[str, Any]]:

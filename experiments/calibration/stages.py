@@ -52,7 +52,7 @@ def calibrate(what: Calibration, out: Path, say: Callable[[str], None]) -> Resul
     validation.ceilings()
     ceilings = _measured_ceilings(out)
     loaded = validation.live_side.loaded
-    judged = aims_stage(loaded, ceilings, out, say)
+    judged = aims_stage(loaded, ceilings, out, say, block_size=what.engine.block_size)
     host = host_time_stage(loaded, what.engine.block_size, out, say)
     result = validation.run()
     shutil.copyfile(validation.out / "model.json", out / "model.json")
@@ -99,7 +99,8 @@ def self_tests(validation: Validation, out: Path, say: Callable[[str], None]) ->
 
     loaded = validation.live_side.loaded
     say(f"self-test: kernels of {loaded.device}, {loaded.dtype}")
-    checks = [check.as_dict() for check in self_test(loaded.device, loaded.dtype, loaded.spec)]
+    size = validation.settings.engine.block_size
+    checks = [check.as_dict() for check in self_test(loaded.device, loaded.dtype, loaded.spec, block_size=size)]
     used = {str(loaded.describe()[key]) for key in ("attention", "kernels")}
     for check in checks:
         # A kernel that raises or answers NaN has no error to compare: it has not passed either.

@@ -154,7 +154,7 @@ class Validation:
             profile = read_profile(self._given_profile)
         else:
             self.say(f"profile: {plan.budget_s:.0f} s of measuring, {len(plan.points)} batches planned")
-            profile = self.live_side.measure(plan, self.out / "profile.parquet", self._progress())
+            profile = self.live_side.measure(plan, self.out / "profile.parquet", self._progress(), self.say)
         fit = fit_iterations(profile, seed=self.settings.engine.seed)
         if fit.model != self.live_side.loaded.spec.name:
             raise ExperimentError(

@@ -65,6 +65,11 @@ class Policy:
         """
         return 0
 
+    @property
+    def answers_together(self) -> bool:
+        """Whether the requests of a batch end together, with the last of them, as request-level engines return them."""
+        return False
+
     def default_token_budget(self, max_model_len: int) -> int | None:
         """Token budget where the user gives none; None for no limit beyond the policy's own knobs."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
 
 from policies.contract.host import Host
 from policies.work.cohort import Cohort
@@ -22,9 +23,11 @@ class Queues:
 
     __slots__ = (
         "_by_class",
+        "_by_priority",
         "_chase_chunks",
         "_chase_decodes",
         "_cohorts",
+        "_in_line",
         "_partial",
         "changes",
         "decode_tokens_promised",
@@ -55,6 +58,9 @@ class Queues:
         self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
+        # A heap, with entries of those who have left until they come to its top, and who waits now.
+        self._by_priority: list[tuple[int, int, int, Track]] | None = None
+        self._in_line: set[int] = set()
 
     @property
     def running(self) -> list[Cohort | Track]:
@@ -116,6 +122,19 @@ class Queues:
                 self._class_of(track).append(track)
         return self._by_class
 
+    @property
+    def most_urgent(self) -> Track:
+        """Of `waiting` (not empty) the lowest priority value, then the earliest arrival: the head of vLLM's priority
+        queue, where preempted requests have no place of their own. Kept up to date from the first call on."""
+        if self._by_priority is None:
+            self._by_priority = []
+            for track in self.waiting:
+                self._line_up(track)
+        heap, in_line = self._by_priority, self._in_line
+        while heap[0][2] not in in_line:
+            heappop(heap)
+        return heap[0][3]
+
     # Books kept by the scheduler
 
     def parts_changed(self) -> None:
@@ -128,6 +147,8 @@ class Queues:
         self.changes += 1
         if self._by_class is not None:
             self._class_of(track).append(track)
+        if self._by_priority is not None:
+            self._line_up(track)
 
     def enqueue_in_front(self, track: Track) -> None:
         """In front of all but those who hold blocks already, because their KV was handed over: these need no more room,
@@ -136,6 +157,8 @@ class Queues:
         _put_in(self.waiting, track)
         if self._by_class is not None:
             _put_in(self._class_of(track), track)
+        if self._by_priority is not None:
+            self._line_up(track)
 
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
@@ -145,6 +168,7 @@ class Queues:
             _take_out(of_class, track)
             if not of_class:
                 del self._by_class[track.request.priority, track.request.slo]
+        self._in_line.discard(track.request.id)
 
     def count_running(self, track: Track, change: int) -> None:
         self.num_running += change
@@ -155,6 +179,12 @@ class Queues:
             by_slo[slo] = count
         else:
             del by_slo[slo]
+
+    def _line_up(self, track: Track) -> None:
+        assert self._by_priority is not None
+        request = track.request
+        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, track))
+        self._in_line.add(request.id)
 
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None

@@ -18,7 +18,8 @@ class KVView(Protocol):
     """The ledger as a policy sees it.
 
     total_blocks, free_blocks: blocks of `block_size` tokens. slots: requests of the longest allowed length that fit
-    at once, B = floor((M_G - M_S) / (L * m_kv)) (SARATHI, Sec. 4.3.1). longest: that length L in tokens, 0 if unknown.
+    at once, B = floor((M_G - M_S) / (L * m_kv)) (SARATHI, Sec. 4.3.1), at most as many as may run
+    (`--max-num-seqs`). longest: that length L in tokens, 0 if unknown.
     """
 
     block_size: int

@@ -29,6 +29,7 @@ class Roster(Lockstep):
     tracks: dict[int, Track]
     handover: Handover
     preemptions: int
+    answers_together: bool
     _admissions: int
 
     # Requests come and go
@@ -76,7 +77,10 @@ class Roster(Lockstep):
         return track
 
     def withdraw(self, ids: Sequence[int], reason: str, now_ns: Ns = 0, *, status: str = "aborted") -> list[Track]:
-        """Take requests out, wherever they are: client gone, failure, hand-over. Tokens in flight are dropped."""
+        """Take requests out, wherever they are: client gone, failure, hand-over. Tokens in flight are dropped.
+
+        Returns those that were found, and those that have finished because they had waited for these alone.
+        """
         gone = []
         for request_id in ids:
             track = self.tracks.pop(request_id, None)
@@ -98,15 +102,23 @@ class Roster(Lockstep):
                 if self.admission is not None:
                     self.admission.left(track)
             self._forget(track, unplanned)
+            self.withheld.pop(request_id, None)
             track.status, track.reason, track.finished_ns = status, reason, now_ns
             gone.append(track)
+        if self.withheld:
+            gone += self._return_answers(now_ns)
         return gone
 
     def abandon(self, reason: str, now_ns: Ns = 0) -> list[Track]:
-        """The engine died: batches in flight never return and its KV is lost. Every request comes back, "failed"."""
+        """The engine died: batches in flight never return and its KV is lost. Every request comes back, "failed", but
+        those whose last token had been delivered, which have finished."""
         for request_id in list(self.handover.held):
             self.handover.release(request_id)
-        gone = self.withdraw(list(self.tracks), reason, now_ns, status="failed")
+        done = [track for track, _ in self.withheld.values()]
+        self.withheld.clear()
+        for track in done:
+            self._finish(track, now_ns)
+        gone = done + self.withdraw(list(self.tracks), reason, now_ns, status="failed")
         for cohort in self.retired:
             # Steps in flight will not complete; nobody has a segment that claims them.
             cohort.planned = len(cohort.times)
@@ -199,14 +211,43 @@ class Roster(Lockstep):
             return 0
         return track.own_known - max(track.own_context, track.computed)
 
+    def _answer_together(self, done: Sequence[Track], now_ns: Ns) -> list[Track]:
+        """Requests whose last token has been delivered wait for the last of their batch; returns those that end now."""
+        for track in done:
+            cohort = track.cohort
+            self._leave_running(track)
+            self._forget(track, 0)
+            # It owes nothing more, and lacks nothing, but keeps its slot and blocks.
+            track.limit_after, track.own_known = track.produced, track.own_context
+            track.closing, track.status, track.last_token_ns = False, "withheld", now_ns
+            # Tokens that are computed for it in flight are dropped.
+            track.epoch += 1
+            self.withheld[track.request.id] = track, cohort
+        return self._return_answers(now_ns)
+
+    def _return_answers(self, now_ns: Ns) -> list[Track]:
+        """End the withheld requests of batches in which nobody decodes any more."""
+        all_done = self.queues.num_running == len(self.withheld)
+        ended = [
+            track
+            for track, cohort in self.withheld.values()
+            if all_done or (self.micro_batches > 1 and cohort is not None and not cohort.size)
+        ]
+        for track in ended:
+            del self.withheld[track.request.id]
+            self._finish(track, now_ns)
+        return ended
+
     def _finish(self, track: Track, now_ns: Ns) -> None:
         if track.hands_over:
             self.handover.held[track.request.id] = track
+        withheld = track.status == "withheld"
         self._vacate(track)
         if self.admission is not None:
             self.admission.ended(track)
         del self.tracks[track.request.id]
-        track.last_token_ns = now_ns
+        if not withheld:
+            track.last_token_ns = now_ns
         self._forget(track, 0)
         track.status, track.finished_ns = "finished", now_ns
 
@@ -218,6 +259,20 @@ class Roster(Lockstep):
 
     def _vacate(self, track: Track) -> None:
         """Out of the running ones: cohort or partial prompt, blocks and slot."""
+        if track.status != "withheld":
+            self._leave_running(track)
+        track.closing = False
+        held = self.handover.held
+        if not held or track.request.id not in held:
+            self.ledger.release(track)
+        self.queues.count_running(track, -1)
+        if self.admission is not None:
+            self.admission.left(track)
+        track.order = -1
+        track.epoch += 1
+
+    def _leave_running(self, track: Track) -> None:
+        """Out of its cohort, or of the partial prompts; blocks and slot stay."""
         queues = self.queues
         cohort = track.cohort
         if cohort is not None:
@@ -232,12 +287,3 @@ class Roster(Lockstep):
         elif not track.closing:
             queues.parts.remove(track)
             queues.parts_changed()
-        track.closing = False
-        held = self.handover.held
-        if not held or track.request.id not in held:
-            self.ledger.release(track)
-        queues.count_running(track, -1)
-        if self.admission is not None:
-            self.admission.left(track)
-        track.order = -1
-        track.epoch += 1

@@ -50,6 +50,8 @@ class Lockstep:
     chase_decodes: bool
     repeats: bool
     repeats_chunks: bool
+    # Requests that are done and end with the last of their batch, by id, and the micro-batch that they were in.
+    withheld: dict[int, tuple[Track, Cohort | None]]
     _cohorts: int
     _batches: int
     _only_now: bool
@@ -325,6 +327,9 @@ class Lockstep:
         del parts[second]
         self.queues.parts_changed()
         self.retired.append(small)
+        for request_id, (done, cohort) in self.withheld.items():
+            if cohort is small:
+                self.withheld[request_id] = done, large
         return large
 
     def _set_exhausted_aside(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.contract.host import Host
@@ -26,6 +27,8 @@ from policies.work.batch import Batch
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
 from policies.work.track import Track
+
+_by_order: Final = attrgetter("order")
 
 
 class Outcome(NamedTuple):
@@ -75,6 +78,8 @@ class Scheduler(Roster):
         for name, value in (("token_budget", self.token_budget), ("max_num_seqs", self.max_num_seqs)):
             if value < 1:
                 raise PolicyError(f"{name}: found {value}, expected at least 1")
+        # Memory for B requests is of use to no more than may run.
+        ledger.slots = min(ledger.slots, self.max_num_seqs)
         share = policy.memory.watermark if watermark is None else watermark
         self.watermark_blocks = ceil(share * ledger.total_blocks)
         self.queues = Queues(self.host)
@@ -86,6 +91,8 @@ class Scheduler(Roster):
         self.tracks: dict[int, Track] = {}
         self.handover = Handover(self)
         self.preemptions = 0
+        self.answers_together = policy.answers_together
+        self.withheld: dict[int, tuple[Track, Cohort | None]] = {}
         self.retired: list[Cohort] = []
         self._admissions = 0
         self._cohorts = 0
@@ -195,8 +202,14 @@ class Scheduler(Roster):
             ended = self.tracks.get(request_id)
             if ended is not None and ended not in finished:
                 finished = [*finished, ended]
-        for track in finished:
-            self._finish(track, now_ns)
+        if len(finished) > 1:
+            # In admission order, however they are spread over cohorts: blocks are freed and followers come in it.
+            finished = sorted(finished, key=_by_order)
+        if self.answers_together and finished:
+            finished = self._answer_together(finished, now_ns)
+        else:
+            for track in finished:
+                self._finish(track, now_ns)
         if len(grown) > 1:
             self._merge([part[0] for part in grown])
         return finished

@@ -100,12 +100,24 @@ class MeasurementPlan:
     @property
     def most_tokens(self) -> int:
         """KV tokens that the largest point holds."""
-        return max(_held(point.shape) for point in (*self.points, *self.noise))
+        return max(tokens_held(point.shape) for point in (*self.points, *self.noise))
+
+    @property
+    def most_requests(self) -> int:
+        """Requests in one batch, of any point, or of a mixture of the region's that a fit may ask for later."""
+        shapes = [point.shape for point in (*self.points, *self.noise)] + list(self.region.shapes)
+        return max(len(shape.chunks) for shape in shapes) + max(shape.decodes for shape in shapes)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest batch, counted as `most_requests`."""
+        shapes = [point.shape for point in (*self.points, *self.noise)] + list(self.region.shapes)
+        return max(shape.rows - shape.decodes for shape in shapes) + max(shape.decodes for shape in shapes)
 
     @property
     def longest(self) -> int:
         """The longest context of any request of any point, its own tokens included."""
-        return max(_longest(point.shape) for point in (*self.points, *self.noise))
+        return max(longest_context(point.shape) for point in (*self.points, *self.noise))
 
     def write(self, path: str | Path) -> None:
         """plan.json, whole or not at all."""
@@ -267,11 +279,38 @@ def _typical(region: Region, count: int) -> list[int]:
     return chosen
 
 
-def _held(shape: BatchShape) -> int:
+def clipped(shape: BatchShape, fits: Callable[[BatchShape], bool]) -> BatchShape | None:
+    """The shape with its contexts and prefixes cut in proportion until it fits; None if it does not without any.
+
+    fits: says of a shape whether there is memory for it; a shape with shorter contexts fits where a longer one does.
+    """
+    if fits(shape):
+        return shape
+    if not fits(_shortened(shape, 0.0)):
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(_shortened(shape, middle)) else (low, middle)
+    return _shortened(shape, low)
+
+
+def _shortened(shape: BatchShape, share: float) -> BatchShape:
+    decodes, total, largest = shape.decodes, shape.decode_context_total, shape.decode_context_max
+    if decodes:
+        total = max(decodes, int(total * share))
+        largest = min(max(int(largest * share), -(-total // decodes)), total - (decodes - 1))
+    chunks = tuple((tokens, int(prefix * share)) for tokens, prefix in shape.chunks)
+    return shape._replace(chunks=chunks, decode_context_total=total, decode_context_max=largest)
+
+
+def tokens_held(shape: BatchShape) -> int:
+    """KV tokens that a batch holds when it has run."""
     return sum([tokens + prefix for tokens, prefix in shape.chunks]) + shape.decode_context_total + shape.decodes
 
 
-def _longest(shape: BatchShape) -> int:
+def longest_context(shape: BatchShape) -> int:
+    """Longest context of any of its requests, the token after it included."""
     return max([tokens + prefix for tokens, prefix in shape.chunks] + [shape.decode_context_max]) + 1
 
 

@@ -153,8 +153,8 @@ def slots(
     most = []
     for stage, layers in enumerate(split):
         weights = model.weight_bytes(dtype, tp, layers=layers, embedding=stage == 0, head=stage == pp - 1)
-        a_request = max_tokens * model.kv_bytes_per_token(_kv_dtype(dtype, kv_dtype), tp, layers=layers)
-        most.append(int(max(0.0, usable - weights) // a_request))
+        kv_token = model.kv_bytes_per_token(_kv_dtype(dtype, kv_dtype), tp, layers=layers)
+        most.append(int(max(0.0, usable - weights) // (model.kv_tokens_held(max_tokens) * kv_token)))
     return min(most)
 
 

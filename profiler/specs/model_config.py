@@ -19,6 +19,7 @@ from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings import shown
 from profiler.errors import ProfileError
 from profiler.specs.model_spec import ModelSpec
+from profiler.specs.quantisation import read_quantisation
 
 _FIELDS = {field.name for field in fields(ModelSpec)}
 Facts = dict[str, Any]
@@ -180,6 +181,9 @@ def _from_hugging_face(path: Path) -> ModelSpec:
     facts.setdefault("architecture", architectures[0] or facts["default_architecture"])
     del facts["default_architecture"]
     facts["dtype"] = config.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
+    _count_windows(config, facts)
+    if found := read_quantisation(str(path), keys):
+        facts["quantisation"], facts["weight_bits"] = found
     facts["source"] = f"Hugging Face {path.name}"
     named = config.text("_name_or_path", default="").rstrip("/").rsplit("/", 1)[-1]
     name = path.parent.name or path.parent.resolve().name or named
@@ -232,6 +236,26 @@ def _rope(config: _Config, theta: float = 10000.0) -> Facts:
     }
 
 
+def _count_windows(config: _Config, facts: Facts) -> None:
+    """How many layers have the window: by `layer_types`, or by max_window_layers (Qwen: the first layers have none)."""
+    kinds, layers = config.keys.get("layer_types"), facts["layers"]
+    if kinds is None:
+        if facts.get("sliding_window") and config.text("model_type", default="").startswith("qwen"):
+            facts["sliding_layers"] = layers - config.integer("max_window_layers", default=28, least=0)
+        return
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ProfileError(
+            f"{config.path}: layer_types: found {shown(kinds)}, expected {layers} entries of {' or '.join(known)}"
+        )
+    windows = kinds.count("sliding_attention")
+    if not windows:
+        facts["sliding_window"] = None
+    else:
+        facts["sliding_window"] = facts.get("sliding_window") or config.integer("sliding_window")
+        facts["sliding_layers"] = windows
+
+
 def _llama(config: _Config) -> Facts:
     bias = config.flag("attention_bias", False)
     return {
@@ -275,8 +299,6 @@ def _qwen_window(config: _Config, layers: int) -> int | None:
     first = config.integer("max_window_layers", default=28, least=0)
     if first >= layers:
         return None
-    if first > 0:
-        raise ProfileError(f"{config.path}: max_window_layers: found {first}; windows on some layers only: unsupported")
     return config.integer("sliding_window", default=4096)
 
 

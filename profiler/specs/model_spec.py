@@ -6,6 +6,7 @@ serves roofline, fits, memory planning and the executor. `profiler.specs.model_c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -45,7 +46,9 @@ class ModelSpec:
     parallel_attention: attention and FFN read the same input and are added together (Falcon, GPT-J, Phi).
     position: "rope", "learned" or "alibi"; rope_theta, rope_scaling (the Hugging Face dictionary with `rope_type`)
         and rotary_fraction (share of head_dim that is rotated) belong to "rope".
-    sliding_window: tokens that attention may look back, None for all.
+    sliding_window: tokens that attention may look back, None for all. sliding_layers: in how many layers, None for all.
+    quantisation, weight_bits: how the blocks' linear layers are stored, and the bits that one of their weights takes
+        with its share of scales; "" and None where all is in `dtype`.
     dtype: the checkpoint's own dtype. architecture: the Hugging Face class name.
     """
 
@@ -74,7 +77,10 @@ class ModelSpec:
     rope_scaling: Mapping[str, Any] | None = None
     rotary_fraction: float = 1.0
     sliding_window: int | None = None
+    sliding_layers: int | None = None
     dtype: str = "bfloat16"
+    quantisation: str = ""
+    weight_bits: float | None = None
     architecture: str = "LlamaForCausalLM"
     source: str = ""
 
@@ -94,6 +100,15 @@ class ModelSpec:
                 raise ProfileError(f"model {self.name}: {key}: found {found!r}, expected one of {', '.join(allowed)}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ProfileError(f"model {self.name}: sliding_window: found {self.sliding_window}, expected at least 1")
+        if self.sliding_layers is not None and not (self.sliding_window and 0 <= self.sliding_layers <= self.layers):
+            raise ProfileError(
+                f"model {self.name}: sliding_layers: found {self.sliding_layers}, expected at most the {self.layers} "
+                "layers, beside a sliding_window"
+            )
+        if self.weight_bits is not None and not 0 < self.weight_bits <= 64:
+            raise ProfileError(
+                f"model {self.name}: weight_bits: found {self.weight_bits}, expected more than 0, at most 64"
+            )
         if not self.norm_eps >= 0.0:
             raise ProfileError(f"model {self.name}: norm_eps: found {self.norm_eps}, expected at least 0")
         if not self.rope_theta > 0.0:
@@ -214,18 +229,48 @@ class ModelSpec:
         device needs both.
         """
         layers = self.layers if layers is None else layers
-        count = layers * (sum(gemm.weights for gemm in self.gemms(tp)) + self._small_layer_params(tp))
+        linear = layers * sum(gemm.weights for gemm in self.gemms(tp))
+        count = layers * self._small_layer_params(tp)
         shard = self.head_gemm(tp).weights
         if embedding:
             count += shard + (self.embedding_params - self.vocab * self.hidden)
         if head:
             count += self.norm_params + (0 if embedding and self.tied_embeddings else shard)
-        return count * dtype_bytes(dtype)
+        if self.weight_bits is not None:
+            return math.ceil(linear * self.weight_bits / 8) + count * max(2, dtype_bytes(dtype))
+        return (linear + count) * dtype_bytes(dtype)
+
+    def refuse_quantised(self, what: str, instead: str) -> None:
+        """ProfileError for `what` where weights are quantised; instead: what to pass."""
+        if self.weight_bits is not None:
+            size = self.weight_bytes(self.dtype if self.dtype in ("bfloat16", "float16") else "bfloat16") / 2**30
+            raise ProfileError(
+                f"model {self.name}: its weights are quantised ({self.quantisation}; {size:.1f} GiB), and {what}; "
+                f"{instead}"
+            )
 
     def kv_bytes_per_token(self, kv_dtype: str = "bfloat16", tp: int = 1, *, layers: int | None = None) -> int:
         """Bytes of keys and values that one token of context takes on one device."""
         layers = self.layers if layers is None else layers
         return 2 * layers * self.kv_heads_per_device(tp) * self.head_dim * dtype_bytes(kv_dtype)
+
+    def kv_tokens_held(self, tokens: Any) -> Any:
+        """Tokens of KV that a context of `tokens` (a number or an array) holds, in the mean over layers: a layer with a
+        sliding window keeps that many at most."""
+        if self.sliding_window is None:
+            return tokens
+        share = (self.layers if self.sliding_layers is None else self.sliding_layers) / self.layers
+        within = (tokens + self.sliding_window - abs(tokens - self.sliding_window)) / 2  # the smaller, of arrays too
+        return share * within + (1 - share) * tokens
+
+    def refuse_mixed_windows(self) -> None:
+        """ProfileError where only some layers have a window: costs and kernels here know one kind of layer."""
+        if self.sliding_layers not in (None, self.layers):
+            raise ProfileError(
+                f"model {self.name}: {self.sliding_layers} of {self.layers} layers have a sliding window; their memory "
+                "is counted, but costs know one kind of layer: pass a TOML or config of the model with the window in "
+                "all layers or in none"
+            )
 
     def linear_flops_per_token(self, *, layers: int | None = None) -> int:
         """FLOPs of the linear layers for one row, whole model, output head left out (see head_flops_per_row)."""

@@ -1,4 +1,4 @@
 """Virtual time: integer nanoseconds on SimPy's queue, order within one moment, and arrivals.
 
-SimPy's internals are used in this room alone.
+SimPy's private names are used in virtual_time.py alone.
 """

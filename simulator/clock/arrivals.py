@@ -8,8 +8,7 @@ from typing import Final
 from simpy import Event
 
 from policies import Ns, Request
-from simulator.clock.moment import ARRIVAL, Moment
-from simulator.clock.virtual_time import Nanoseconds
+from simulator.clock.virtual_time import ARRIVAL, Moment, Nanoseconds
 from workloads import Trace
 
 # A named tuple made without its own constructor, which costs more than all the rest of an arrival.

@@ -6,12 +6,20 @@ those: it lets them happen and goes on. What it does then, and in which order, i
 per iteration; the queue holds only what different parties have to hear of in turn. Engines that feel nothing of each
 other for a while may keep queues of their own, played up to the moment at which somebody looks
 (simulator/cluster/in_own_time.py).
+
+This is the only file that uses SimPy's private names: the queue, its entries (time, rank, number, event), the counter
+of these numbers, the clock, and what makes an event a happened one. `tests/simulator/test_clock.py` fails when one of
+them changes; the reference simulator (simulator/reference) uses none.
+
+Ranks make a run a function of its config: at one instant requests arrive first, then controllers look, then batches
+complete, then idle engines look whether there is something to plan; engine after engine, by number, whenever the events
+were made (a leap makes fewer, and earlier).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -33,6 +41,9 @@ else:
 
 FAR: Ns = (1 << 62) - 1
 """Later than anything that happens."""
+
+ARRIVAL, LOOK, COMPLETION, WAKE = 0, 1, 2, 1 << 40
+"""Ranks of what happens at one moment; an engine adds its number to the last two."""
 
 _GARBAGE_THRESHOLD = 1_000_000
 
@@ -124,6 +135,42 @@ class VirtualTime(Nanoseconds):
         """SimPy's `run`, with Python's cyclic garbage collector all but stopped meanwhile."""
         with collecting_rarely():
             return super().run(until)
+
+
+class Moment(Event):
+    """One future moment at which something is called: SimPy's timeout with a chosen rank among events of that moment.
+
+    Calls `callback(event)` after `delay_ns`; `void` (settable) tells the callback that the plan has changed."""
+
+    __slots__ = ("void",)
+
+    def __init__(
+        self, env: Nanoseconds, delay_ns: int, callback: Callable[[Event], None], rank: int = COMPLETION
+    ) -> None:
+        self.env = env
+        self.callbacks = [callback]
+        self._value = None
+        self._ok = True
+        self._defused = False
+        self.void = False
+        env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]  # ranks are all that SimPy asks of a priority
+
+    def again(self, delay_ns: int, callback: Callable[[Event], None], rank: int) -> None:
+        """The same event once more, after it has happened."""
+        self.callbacks = [callback]
+        self.env.schedule(self, rank, delay_ns)  # type: ignore[arg-type]
+
+    @classmethod
+    def unscheduled(cls, env: Nanoseconds, callback: Callable[[Event], None]) -> Moment:
+        """One that somebody else puts in its place (`VirtualTime.take`)."""
+        moment = cls.__new__(cls)
+        moment.env = env
+        moment.callbacks = [callback]
+        moment._value = None
+        moment._ok = True
+        moment._defused = False
+        moment.void = False
+        return moment
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from policies.contract.policy import knob
 from policies.edges.errors import PolicyError
 from policies.registry import knob_value, knobs_of
 from policies.work.request import NS_PER_S, Ns
-from simulator.clock.moment import LOOK, Moment
+from simulator.clock.virtual_time import LOOK, Moment
 from simulator.errors import SimulationError
 from simulator.routers import outstanding_requests
 

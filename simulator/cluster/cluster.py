@@ -350,6 +350,9 @@ class Cluster:
             homeless = self._kv.source_dies(replica)
             go_elsewhere = self._kv.target_dies(replica)
         for track in replica.abandon(reason) if fleet is None else fleet.abandon(replica, reason):
+            if track.status == "finished":
+                self._on_end(track, replica)
+                continue
             row = track.request.id
             del self._home[row]
             journey = self.journey(track.request, track.ends_after)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from policies.edges.settings import shown
 from policies.work.request import NS_PER_S, Ns
-from simulator.clock.moment import ARRIVAL, Moment
+from simulator.clock.virtual_time import ARRIVAL, Moment
 from simulator.errors import SimulationError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from policies import Ns
-from simulator.clock.moment import ARRIVAL, Moment
-from simulator.clock.virtual_time import Nanoseconds
+from simulator.clock.virtual_time import ARRIVAL, Moment, Nanoseconds
 
 
 @dataclass(slots=True, eq=False)

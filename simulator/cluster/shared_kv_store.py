@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from policies import Request, Track
-from simulator.clock.moment import ARRIVAL, Moment
+from simulator.clock.virtual_time import ARRIVAL, Moment
 from simulator.cluster.kv_transfer import port_bandwidth
 from simulator.cluster.network import Fabric, Transfer
 from simulator.errors import SimulationError

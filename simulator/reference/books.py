@@ -113,7 +113,8 @@ class Batch(NamedTuple):
 class Limits:
     """What an engine may do. longest: prompt + declared output. micro_batches: stages of its pipeline. ahead: it plans
     one batch ahead of the running one. chase: a prompt's next chunk may be planned while its last one is in flight.
-    together: decodes of one batch stay together. estimate: predicted duration of a batch, if there is a cost model."""
+    together: decodes of one batch stay together; answers_together: they end together. estimate: predicted duration of a
+    batch, if there is a cost model."""
 
     num_blocks: int
     block_size: int
@@ -125,6 +126,7 @@ class Limits:
     ahead: bool = False
     chase: bool = False
     together: bool = False
+    answers_together: bool = False
     tile: int = 128
     prefix_caching: bool = False
     free_order: str = "0.32"
@@ -136,6 +138,7 @@ class Books:
 
     waiting: in order of arrival, preempted requests in front. line: whoever runs, in order of admission (in a pipeline
     by micro-batches). closing: whose last allowed token is in flight; nobody plans or preempts them any more.
+    withheld: requests that are done and end with the last of their batch, with their place in line.
     """
 
     def __init__(self, page: Callable[[Plan, Any], None], knobs: Any, limits: Limits) -> None:
@@ -146,6 +149,7 @@ class Books:
         self.waiting: list[Job] = []
         self.line: list[Group] = []
         self.closing: list[Job] = []
+        self.withheld: dict[Job, Group] = {}
         self.batches_in_flight = 0
         self.alarm_ns: Ns | None = None
         self._admissions = self._batches = self._stopped = 0
@@ -159,7 +163,7 @@ class Books:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + len(self.closing)
+        return len(self.running) + len(self.closing) + len(self.withheld)
 
     @property
     def prefill_tokens(self) -> int:
@@ -255,11 +259,24 @@ class Books:
                 if job.delivered == job.output:
                     finished.append(job)
         finished.sort(key=lambda job: job.order)
-        for job in finished:
-            self.end(job, "finished", "", now_ns)
+        if self.limits.answers_together:
+            for job in finished:
+                self._withhold(job)
+            finished = self.return_answers(now_ns)
+        else:
+            for job in finished:
+                self.end(job, "finished", "", now_ns)
         if self.grouped:
             self._merge([group for group in batch.groups if group in self.line])
         return finished
+
+    def return_answers(self, now_ns: Ns) -> list[Job]:
+        """End whoever is done and was in a batch (in a pipeline: a micro-batch) of which nobody decodes any more."""
+        apart, alone = self.limits.micro_batches > 1, not self.running and not self.closing
+        done = [job for job, group in self.withheld.items() if alone or (apart and not group.jobs)]
+        for job in done:
+            self.end(job, "finished", "", now_ns)
+        return done
 
     # What a plan does to the books
 
@@ -308,6 +325,7 @@ class Books:
         if len(groups) > 1:
             first = min(groups, key=self.line.index)
             first.take_in([job for group in groups if group is not first for job in group.jobs])
+            self.withheld = {job: first if group in groups else group for job, group in self.withheld.items()}
             self.line = [group for group in self.line if group is first or group not in groups]
 
     def _set_aside(self) -> None:
@@ -318,9 +336,22 @@ class Books:
                     self._out_of_line(job)
                     self.closing.append(job)
 
+    def _withhold(self, job: Job) -> None:
+        """A request is done: it keeps slot and blocks until its answer is returned."""
+        if job in self.closing:
+            self.closing.remove(job)
+            group = Group([])
+        else:
+            group = next(group for group in self.line if job in group.jobs)
+            self._out_of_line(job)
+        self.withheld[job] = group
+        job.life += 1
+
     def _lose_place(self, job: Job) -> None:
         if job in self.closing:
             self.closing.remove(job)
+        elif job in self.withheld:
+            del self.withheld[job]
         else:
             self._out_of_line(job)
         self.blocks.release(job, min(job.context, job.request.prompt_tokens + job.delivered - 1))

@@ -7,7 +7,6 @@ page and the policy of the same name plan has to agree; they share no code but t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import sqrt
 from typing import Any
 
 from policies.chunked import Chunked
@@ -190,7 +189,7 @@ def _beside(plan: Plan, rows: int, decodes: int) -> int:
     if rows >= plan.slots:
         return rows - (plan.slots - 1)
     tile = plan.limits.tile
-    return max(rows, -(-(decodes + 1) // tile) * tile) - decodes
+    return (rows if decodes < rows else -(-(decodes + 1) // tile) * tile) - decodes
 
 
 def _fewest_rows(plan: Plan) -> int:
@@ -237,11 +236,15 @@ def _by_prefix(plan: Plan, prompt: Job, knobs: DynamicChunk) -> int:
     c, g, b, a = knobs.c_ns, knobs.g_ns, knobs.b_ns, knobs.a_ns
     if not (a or b):
         c, g, b, a = _from_estimates(plan, prefix, first)
-    # The positive root x of a x^2 + slope x = room, in the form that also holds for a = 0.
-    room = b * first + a * first * first - g * prefix
-    slope = b + 2 * a * prefix
-    tokens = 2 * room / (slope + sqrt(max(0.0, slope * slope + 4 * a * room))) if room > 0 and slope > 0 else 0.0
-    return min(most, max(least, int(tokens + beside + 1e-6) // tile * tile))
+
+    def fits(rows: int) -> bool:
+        # A hair less, lest rounding turn a whole tile into the one below.
+        x = rows - beside - 1e-6
+        return c + g * prefix + b * x + a * (2 * prefix * x + x * x) <= c + b * first + a * first * first
+
+    if b + 2 * a * prefix <= 0:
+        return least
+    return max([least] + [rows for rows in range(least, most + 1, tile) if rows > beside and fits(rows)])
 
 
 def _from_estimates(plan: Plan, prefix: int, first: int) -> tuple[float, float, float, float]:

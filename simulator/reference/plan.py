@@ -55,8 +55,10 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Requests of the longest length that fit in memory at once, per micro-batch."""
+        """Requests of the longest length that fit in memory and may run at once, per micro-batch."""
         fit = self.blocks.total // max(1, self.blocks.number_for(self.limits.longest))
+        if self.limits.max_num_seqs is not None:
+            fit = min(fit, self.limits.max_num_seqs)
         return max(1, fit // self.limits.micro_batches)
 
     def free(self) -> list[Group]:

@@ -17,6 +17,7 @@ from profiler.iterations.aftermath import merged
 from simulator.reference.books import Batch, Books, Job
 from simulator.reference.clock import Clock
 from simulator.reference.recording import Recording
+from simulator.replica.fast_costs import refuse
 
 Process = Generator[Event, Any, None]
 
@@ -60,16 +61,15 @@ class Replica:
         self.depth = books.limits.micro_batches + books.limits.ahead
         self._looks_at_ns: Ns = 0
         self._left_over: list[Ns] = []
-        env = clock.env
-        self.called = env.event()
-        self.planned, self.done = Store(env), Store(env)
-        self.inboxes = [Store(env) for _ in range(cost.stages)]
-        self.links = [Store(env) for _ in range(cost.stages)]
+        self.called = clock.event()
+        self.planned, self.done = Store(clock), Store(clock)
+        self.inboxes = [Store(clock) for _ in range(cost.stages)]
+        self.links = [Store(clock) for _ in range(cost.stages)]
         for stage in range(cost.stages):
-            env.process(self._stage(stage))
-            env.process(self._link(stage))
+            clock.process(self._stage(stage))
+            clock.process(self._link(stage))
         for process in (self._host(), self._completion(), self._planner()):
-            env.process(process)
+            clock.process(process)
 
     # Requests come and go
 
@@ -85,7 +85,8 @@ class Replica:
         job = self.jobs[row]
         self.books.end(job, "aborted", reason, self.clock.now_ns)
         self.call()
-        self._ended(job)
+        for ended in (job, *self.books.return_answers(self.clock.now_ns)):
+            self._ended(ended)
 
     def _ended(self, job: Job) -> None:
         del self.jobs[job.request.id]
@@ -102,7 +103,7 @@ class Replica:
         while True:
             yield self.called
             yield self.clock.until(self.clock.now_ns, self.clock.plan(self.number))
-            self.called = self.clock.env.event()
+            self.called = self.clock.event()
             self._plan()
 
     def _plan(self) -> None:
@@ -130,6 +131,8 @@ class Replica:
         before, after = cost.host_ns(shape)
         stages = range(cost.stages)
         busy = [cost.stage_ns(shape, stage) for stage in stages]
+        for stage, busy_ns in enumerate(busy):
+            refuse(cost, shape, busy_ns, stage)
         if cost.stages == 1:
             busy[0] += self._aftermath_ns(batch)
         send = [cost.send_ns(shape, stage) for stage in stages]

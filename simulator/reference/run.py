@@ -59,6 +59,7 @@ def limits_of(engine: Any) -> Limits:
         ahead=ahead,
         chase=config.chase_chunks or ahead,
         together=config.policy == "request_level",
+        answers_together=policy.answers_together,
         tile=engine.cost.tile,
         prefix_caching=config.prefix_caching or bool(getattr(policy, "prefix_caching", False)),
         free_order=getattr(policy, "free_order", "0.32"),
@@ -81,7 +82,7 @@ class Cluster:
         self.clock = Clock(len(engines))
         self.replicas = [self._replica(number, engine) for number, engine in enumerate(engines)]
         self.followers = trace.followers()
-        self.clock.env.process(self._arrivals())
+        self.clock.process(self._arrivals())
 
     def _replica(self, number: int, engine: Any) -> Replica:
         books = Books(PAGES[type(engine.policy)], engine.policy, limits_of(engine))
@@ -90,7 +91,7 @@ class Cluster:
 
     def run(self) -> None:
         """Until nothing happens any more."""
-        self.clock.env.run()
+        self.clock.run()
 
     def _arrivals(self) -> Process:
         trace = self.trace

@@ -16,8 +16,7 @@ from simpy import Event
 from metrics import Recorder
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
-from simulator.clock.moment import WAKE, Moment
-from simulator.clock.virtual_time import FAR, Nanoseconds, VirtualTime
+from simulator.clock.virtual_time import FAR, WAKE, Moment, Nanoseconds, VirtualTime
 from simulator.replica.fast_costs import refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, Terms, ends_until
 from simulator.replica.plain import PlainReplica

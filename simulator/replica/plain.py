@@ -19,8 +19,7 @@ from metrics.recording.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from profiler.iterations.aftermath import merged
-from simulator.clock.moment import COMPLETION, WAKE, Moment
-from simulator.clock.virtual_time import Nanoseconds
+from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
 from simulator.replica.fast_costs import refuse
 
 if TYPE_CHECKING:
@@ -125,7 +124,8 @@ class PlainReplica:
         return gone
 
     def abandon(self, reason: str) -> list[Track]:
-        """The replica dies: batches in flight never complete. Returns its requests, whose end is not reported."""
+        """The replica dies: batches in flight never complete. Returns its requests; not even the end of those
+        that have finished is reported."""
         self.settle()
         if self._completion is not None:
             self._completion.void = True

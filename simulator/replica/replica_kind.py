@@ -112,12 +112,21 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
     num_blocks = config.num_blocks
     if num_blocks is None:
-        num_blocks = _num_blocks(config, policy, model, gpu, max_model_len)
+        num_blocks = int(_num_blocks(config, policy, model, gpu, max_model_len) * blocks_by_windows(model, trace))
     if config.num_blocks is None and config.kv_compression is not None and len(trace):
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
     return Engine(policy, cost, num_blocks, max_model_len, config)
+
+
+def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
+    """How many times the blocks a pool comes to where layers with a sliding window hold no more than that: over the
+    trace's own requests, since the ledger counts a request's whole context in every layer."""
+    if model.sliding_window is None or not len(trace):
+        return 1.0
+    tokens = (trace.prompt_tokens + trace.output_tokens).astype(float)
+    return float(tokens.sum() / model.kv_tokens_held(tokens).sum())
 
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:

@@ -12,8 +12,7 @@ from metrics import Recorder
 from metrics.recording.events import pack_straight
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
-from simulator.clock.moment import COMPLETION, Moment
-from simulator.clock.virtual_time import FAR, Nanoseconds, VirtualTime
+from simulator.clock.virtual_time import COMPLETION, FAR, Moment, Nanoseconds, VirtualTime
 from simulator.replica.fast_costs import refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, ends_until
 from simulator.replica.leaping import LeapingReplica

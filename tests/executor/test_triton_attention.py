@@ -169,7 +169,10 @@ def test_padding_writes_nothing_and_moves_decodes_behind_the_padded_chunks() -> 
     roomy = Sizes(rows=20, chunk_rows=16, decodes=4, chunks=2, tiles=3, tile_rows=exact.tile_rows, sampled=6, blocks=2)
     assert roomy.holds(exact)
     assert not exact.holds(roomy)
-    parts = dict(zip(roomy.lengths, np.split(pack(step, roomy), np.cumsum(list(roomy.lengths.values()))[:-1])))
+    packed = pack(step, roomy)
+    parts = {name: packed[place] for name, place in roomy.places.items()}
+    assert all(place.start % 4 == 0 for place in roomy.places.values()), "16 bytes hold four numbers"
+    assert len(packed) == roomy.total
     assert (parts["slots"] >= 0).nonzero()[0].tolist() == [0, 1, 2, 16, 17]
     assert parts["positions"][[0, 1, 2, 16, 17]].tolist() == [1, 2, 3, 4, 9]
     assert parts["decode_length"].tolist() == [5, 10, 0, 0]

@@ -98,7 +98,7 @@ def _needs() -> list[tuple[str, str, str]]:
     """(package, lower bound, extra) as pyproject.toml has them."""
     groups = {"everything": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
     return [
-        (*re.split(r"\s*>=\s*", need.partition(";")[0].strip()), group)
+        (*re.split(r"\s*>=\s*", need.partition(";")[0].partition(",")[0].strip()), group)
         for group, needs in groups.items()
         for need in needs
     ]  # type: ignore[misc]

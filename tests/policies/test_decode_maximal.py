@@ -92,6 +92,9 @@ def test_with_more_slots_than_c_the_chunk_is_what_the_decodes_leave_of_whole_til
         (256, 300, 255, 1),
         (256, 300, 256, 128),
         (256, 300, 299, 85),
+        (16, 300, 0, 16),  # C below a tile: C rows, not a whole tile of prompt
+        (32, 300, 20, 12),
+        (32, 300, 32, 96),
     ],
 )
 def test_chunk_sizes_at_tiles_of_128(rows, slots, decodes, chunk):
@@ -110,3 +113,11 @@ def test_in_a_pipeline_b_counts_per_micro_batch():
         [(1, 1, 6), (3, 6, 0)],
     ]
     assert max(len(row) for row in rows) == 3
+
+
+def test_no_more_slots_than_requests_that_may_run():
+    """Memory would hold B = 3; two requests may run, so chunks are of 8 - (2 - 1) = 7."""
+    scheduler = scheduler_for("decode_maximal", pool=9, longest=12, chunk_size=8, align="none", max_num_seqs=2)
+    assert scheduler.ledger.slots == 2
+    log = work_through(scheduler, REQUESTS[:2])
+    assert [rows for _, rows, _ in batches(log)][:3] == [[(A, 7, 0)], [(A, 3, 7)], [(A, 1, 10), (B, 5, 0)]]

@@ -88,8 +88,8 @@ def test_prefix_aware_chunks_shrink_so_that_iterations_take_equal_time(derived):
 
 def test_merge_gives_what_one_prompt_leaves_to_the_next():
     requests = [asked(A, 0, 3, 1), asked(B, 0, 2, 1), asked(C, 0, 9, 1)]
-    settings = {"pool": 100, "longest": 12, "large": 8, "middle": 8, "small": 8, "max_num_seqs": 8}
-    # B = 33 slots > C: the chunk is what the decodes leave of 8 rows.
+    settings = {"pool": 100, "longest": 12, "large": 8, "middle": 8, "small": 8, "max_num_seqs": 9}
+    # B = 9 requests that may run > C: the chunk is what the decodes leave of 8 rows.
     alone = work_through(dynamic(**settings, align="pad"), requests)
     assert batches(alone) == [
         (0, [(A, 3, 0)], 1),

@@ -81,3 +81,47 @@ def test_the_micro_batch_that_waited_longest_decodes_next():
     scheduler = scheduler_for("request_level", depth=2, max_batch_size=1)
     log = drive(scheduler, [asked(A, 0, 2, 3), asked(B, 0, 2, 3)], depth=2, duration=lambda shape: NS_PER_S)
     assert [row for _, rows, _ in batches(log) for row, _, _ in rows] == [A, B, A, B, A, B]
+
+
+def ends(log):
+    """When each request was reported as finished."""
+    return {row: end // NS_PER_S for row, end in log.finished.items()}
+
+
+def test_answers_of_a_batch_are_returned_together():
+    """A and B form the first batch: B's only token is there at second 1, its answer is returned with A's at 3."""
+    assert ends(work_through(scheduler_for("request_level", max_batch_size=2), REQUESTS)) == {A: 3, B: 3, C: 5}
+    early = work_through(scheduler_for("request_level", max_batch_size=2, early_return=True), REQUESTS)
+    assert ends(early) == {B: 1, A: 3, C: 5}
+
+
+def test_in_a_pipeline_a_micro_batch_returns_its_answers_together():
+    """A and B are one micro-batch, C the other one."""
+    scheduler = scheduler_for("request_level", depth=2, max_batch_size=2)
+    log = work_through(scheduler, [asked(A, 0, 2, 3), asked(B, 0, 2, 1), asked(C, 0, 2, 2)])
+    finished = ends(log)
+    assert finished[A] == finished[B] > finished[C]
+
+
+def test_an_answer_waits_no_longer_for_a_client_that_has_gone():
+    scheduler = scheduler_for("request_level", max_batch_size=3)
+    for request, output in [asked(A, 0, 2, 9), asked(B, 0, 2, 1), asked(C, 0, 2, 1)]:
+        scheduler.add(request, 0, ends_after=output)
+    assert list(scheduler.complete(scheduler.plan(0), NS_PER_S).finished) == []
+    assert (scheduler.queues.num_running, len(scheduler.tracks)) == (3, 3), "slots are kept"
+    (gone,) = scheduler.withdraw([C], "client gone", NS_PER_S)
+    assert (gone.status, gone.delivered) == ("aborted", 1)
+    gone, done = scheduler.withdraw([A], "client gone", 2 * NS_PER_S)
+    assert (gone.status, done.status, done.finished_ns) == ("aborted", "finished", 2 * NS_PER_S)
+    queues = scheduler.queues
+    assert (queues.num_running, queues.decode_tokens_promised, queues.prefill_tokens) == (0, 0, 0)
+    assert scheduler.ledger.free_blocks == scheduler.ledger.total_blocks
+
+
+def test_answers_that_wait_for_their_batch_when_the_engine_dies_have_finished():
+    scheduler = scheduler_for("request_level", max_batch_size=2)
+    for request, output in REQUESTS[:2]:
+        scheduler.add(request, 0, ends_after=output)
+    scheduler.complete(scheduler.plan(0), NS_PER_S)
+    gone = {track.request.id: track.status for track in scheduler.abandon("it burnt", 2 * NS_PER_S)}
+    assert gone == {A: "failed", B: "finished"}

@@ -1,5 +1,11 @@
 """vLLM V1 by hand. The real thing is compared step by step in the parity experiment."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies import Host, Request
+from policies.contract.queues import Queues
+from policies.work.track import Track
 from tests.policies.worked import asked, batches, scheduler_for, token_seconds, work_through
 
 A, B, C = 0, 1, 2
@@ -78,3 +84,38 @@ def test_the_long_prefill_threshold_caps_a_prompt_unless_it_is_alone():
         (1, [(A, 1, 4), (B, 4, 4)], 0),
         (2, [(B, 6, 8)], 0),  # alone: 6 in one step
     ]
+
+
+def test_priorities_order_the_waiting_and_choose_who_gives_way():
+    """The trace's numbers, lowest first: A 5, B 0, C 1. Preempted A has no place of its own: C goes before it."""
+    requests = [asked(A, 0, 7, 4, priority=5), asked(B, 0, 8, 3, priority=0), asked(C, 1.5, 1, 1, priority=1)]
+    log = work_through(scheduler_for("vllm_v1", pool=5, token_budget=16, scheduling="priority"), requests)
+    assert batches(log) == [
+        (0, [(B, 8, 0), (A, 7, 0)], 0),
+        (1, [(B, 1, 8), (A, 1, 7)], 0),  # B's ninth token takes the last block
+        (2, [(B, 1, 9)], 0),  # A needs one and gives way to itself; C is not admitted in this step
+        (3, [(C, 1, 0), (A, 9, 0)], 0),
+        (4, [(A, 1, 9)], 0),
+    ]
+    assert token_seconds(log) == {A: [1, 2, 4, 5], B: [1, 2, 3], C: [4]}
+
+
+def test_an_urgent_request_overtakes_those_that_wait_and_stops_none_that_runs():
+    requests = [asked(A, 0, 3, 2, priority=5), asked(B, 0, 3, 1, priority=5), asked(C, 0.5, 3, 1, priority=0)]
+    for scheduling, order in (("fcfs", [A, A, B, C]), ("priority", [A, A, C, B])):
+        log = work_through(scheduler_for("vllm_v1", max_num_seqs=1, scheduling=scheduling), requests)
+        assert [rows[0][0] for _, rows, _ in batches(log)] == order
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), st.booleans()), min_size=1, max_size=40))
+def test_the_most_urgent_is_always_the_least_by_priority_arrival_and_row(steps):
+    queues = Queues(Host())
+    for row, (priority, arrival_ns, leaves) in enumerate(steps):
+        track = Track(Request(row, arrival_ns, 1, 1, priority=priority), 1)
+        queues.enqueue_in_front(track) if arrival_ns % 2 else queues.enqueue(track)
+        least = min(queues.waiting, key=lambda each: (each.request.priority, each.request.arrival_ns, each.request.id))
+        assert queues.most_urgent is least
+        if leaves and len(queues.waiting) > 1:
+            queues.dequeue(least)
+            if priority == 3:
+                queues.enqueue_in_front(least)

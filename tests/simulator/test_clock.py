@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import tomllib
+from heapq import heappush
+from pathlib import Path
 
 import pytest
+import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import simulator
 from policies.chunked import Chunked
-from simulator.clock.moment import Moment
-from simulator.clock.virtual_time import VirtualTime
+from simulator.clock.virtual_time import Moment, VirtualTime
 from simulator.config import ReplayConfig
 from simulator.simulation import replay
 from tests.simulator.constant_cost import ConstantCost, trace_of
 
 S = 1_000_000_000
+
+
+PRIVATE = {"_queue", "_eid", "_now", "_ok", "_value", "_defused", "_active_proc"}
+"""SimPy's private names."""
+
+
+def test_private_names_of_simpy_are_used_in_one_file() -> None:
+    root = Path(simulator.__file__).parent
+    found = {
+        file.relative_to(root).as_posix()
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE
+    }
+    assert found == {"clock/virtual_time.py"}
+
+
+def test_simpy_keeps_what_the_fast_path_relies_on() -> None:
+    """A queue that is a heap of (time, rank, number, event), numbered by one counter; a clock that shows its attribute;
+    an event that has happened by its value and its fate; callbacks that are taken away before they are called."""
+    env = simpy.Environment(5)
+    assert (env._queue, env._now, env.now, next(env._eid)) == ([], 5, 5, 0)
+    event, called = simpy.Event(env), []
+    event.callbacks = [lambda done: called.append((done, done.callbacks))]
+    event._value, event._ok, event._defused = None, True, False
+    assert event.triggered
+    env.schedule(event, 7, 3)
+    assert env._queue == [(8, 7, 1, event)]
+    heappush(env._queue, (8, 2, next(env._eid), late := simpy.Event(env)))
+    late.callbacks, late._value, late._ok = [], None, True
+    assert env._queue[0][3] is late
+    env._now = 6
+    assert env.now == 6
+    env.run()
+    assert (env.now, called, event.processed) == (8, [(event, None)], True)
+
+
+def test_the_next_major_version_of_simpy_is_not_installed_unseen() -> None:
+    project = tomllib.loads((Path(simulator.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert [entry for entry in project["project"]["dependencies"] if entry.startswith("simpy")] == ["simpy>=4.1,<5"]
 
 
 def test_the_clock_moves_only_to_moments_before_the_next_event():

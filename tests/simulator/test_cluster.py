@@ -133,7 +133,7 @@ def test_a_view_of_a_leaping_replica_is_what_settling_it_would_show(outputs, loo
     """Looking first and settling afterwards give the same numbers."""
     from simpy import Environment
 
-    from simulator.clock.moment import ARRIVAL, Moment
+    from simulator.clock.virtual_time import ARRIVAL, Moment
     from simulator.replica.running_ahead import Replica
     from simulator.simulation import make_engine
 

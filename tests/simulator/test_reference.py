@@ -90,6 +90,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "request_level": {
         "max_batch_size": st.integers(1, 5),
         "keep_finished": st.booleans(),
+        "early_return": st.booleans(),
         "max_delay_s": st.sampled_from([0.0, 1.5]),
         "reserve": st.sampled_from(["limit", "longest"]),
     },
@@ -199,7 +200,7 @@ def configs(draw: st.DrawFn, policy: str, trace: Trace) -> tuple[dict[str, Any],
     options["knobs"] = knobs
     kind = draw(st.sampled_from([ConstantCost, Leaving, Slowing]))
     cost = kind(
-        device_ns=draw(st.sampled_from([0, S // 3, S // 10])),
+        device_ns=draw(st.sampled_from([1, S // 3, S // 10])),
         before_ns=draw(st.sampled_from([0, S // 30])),
         after_ns=draw(st.sampled_from([0, 777, S // 20])),
         per_row_ns=draw(st.sampled_from([0, 1_000_003])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,12 +181,12 @@ class LiveSide:
         assert isinstance(self.loaded, ShardedModel)
         return measure_stages(self.loaded, plan, out, block_size=self.choice.block_size, progress=progress)
 
-    def measure(self, plan: MeasurementPlan, out: Path, progress: Any = None) -> Profile:
+    def measure(self, plan: MeasurementPlan, out: Path, progress: Any = None, note: Any = None) -> Profile:
         """The profile of a plan; goes on where an earlier call was interrupted."""
         from executor.measuring.measure_plan import measure_plan, unsure_by_fit
 
         return measure_plan(
-            self.loaded, plan, out, block_size=self.choice.block_size, adapt=unsure_by_fit, progress=progress
+            self.loaded, plan, out, block_size=self.choice.block_size, adapt=unsure_by_fit, progress=progress, note=note
         )
 
     def probe(self, plan: MeasurementPlan, fit: Any, when: str, began: float) -> Any:
@@ -198,10 +198,7 @@ class LiveSide:
 
         points: Sequence[Point] = plan.noise
         if self._rig is None:
-            needed = replace(plan, points=tuple(points))
-            self._rig = BatchRig(
-                self.loaded, most_tokens=needed.most_tokens, longest=needed.longest, block_size=self.choice.block_size
-            )
+            self._rig = BatchRig.for_points(self.loaded, points, block_size=self.choice.block_size)
             self._rig.warm(points)
         return take_probe(self._rig, points, fit, when, began)
 
