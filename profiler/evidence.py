@@ -109,6 +109,17 @@ def parts_of(cost: CostModel, shapes: object) -> list[Part]:
     return [Part("iteration", np.array(ns, np.int64), inside, BY_LAW if cost.calibrated else ASSUMED)]
 
 
+def parts_rest_on(cost: CostModel, shape: BatchShape) -> dict[str, str]:
+    """For every part of a breakdown: "measured", or what it rests on."""
+    names = list(cost.breakdown(shape))
+    if cost.kind == "roofline":
+        return dict.fromkeys(names, BY_ROOFLINE)
+    told = {part.name: "measured" if np.all(part.measured) else part.otherwise for part in parts_of(cost, [shape])}
+    whole = told.get("iteration", ASSUMED)
+    alike = {"host_before": "host", "host_after": "host", "mixed_attention": "attention"}
+    return {name: told.get(name, told.get(alike.get(name, ""), whole)) for name in names}
+
+
 def _stages(cost: CostModel, shape: BatchShape) -> list[tuple[int, int]]:
     return [(cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) for stage in range(cost.stages)]
 

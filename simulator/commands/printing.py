@@ -41,13 +41,14 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
 
 def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool, notes: Sequence[str] = ()) -> None:
     """What `replay --runs` found: a value and its interval of every statistic that differs between draws."""
+    from metrics.measures.summary_keys import BASIS
     from simulator.studies.prediction_intervals import predict
 
     summary, intervals = predict(trace, settings, runs)
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        costs = {key: summary[key] for key in ("cost_model", "calibrated")}
+        costs = {key: summary[key] for key in ("cost_model", *BASIS)}
         found_of = {key: found._asdict() for key, found in intervals.items()}
         print(json.dumps(json_ready({**costs, **found_of, "notes": list(notes)}), indent=2))
         return
@@ -186,12 +187,12 @@ def say_failures(failures: Mapping[str, str]) -> None:
 
 
 def trust(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """How far the costs of these runs can be trusted, and for how much of the least covered one."""
-    if not all(summary["calibrated"] for summary in summaries):
-        return "uncalibrated"
-    shares = [summary["inside_share"] for summary in summaries]
-    inside = min([share for share in shares if share == share], default=1.0)  # a run of no iteration has no share
-    return "calibrated" if inside > 0.999 else f"calibrated; {inside:.1%} of the iterations in the measured region"
+    """What the costs of these runs rest on; of runs that differ in it, the least measured."""
+    words = {str(summary["cost_basis"]): summary["measured_share"] for summary in summaries}
+    if len(words) == 1:
+        return next(iter(words))
+    least = min(words, key=lambda one: 1.0 if words[one] is None or words[one] != words[one] else words[one])
+    return f"the least measured of {len(summaries)} runs: {least}"
 
 
 def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
