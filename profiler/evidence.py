@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from policies.work.batch import BatchShape
 from profiler.cost_model import CostModel
+from profiler.own_forms import own_form, whole_ns
 from profiler.specs.shape_columns import ShapeColumns
 
 Column = NDArray[np.int64]
@@ -74,6 +75,7 @@ class Evidence:
         # Rounded down: 89.9 % are no 90.
         share = f"{int(100 * self.measured_share + 1e-9)} %"
         kind = f"calibrated: {share} of the time measured" if self.calibrated else f"partly measured: {share}"
+        kind = kind if self.measured_share else "uncalibrated: nothing of it measured"
         named = [(key, part) for key, part in self.assumed.items() if part >= WORTH_NAMING]
         if not named:
             return kind
@@ -99,12 +101,12 @@ def parts_of(cost: CostModel, shapes: object) -> list[Part]:
     that it is `inside`, if it says that it is `calibrated`.
     """
     columns = ShapeColumns.of(shapes)
-    own = getattr(cost, "evidence", None)
+    own = own_form(cost, "evidence", "host_ns", "stage_ns", "send_ns", "inside")
     if own is not None:
         found: list[Part] = own(columns)
         return found
     each = columns.shapes()
-    ns = [sum(cost.host_ns(shape)) + sum(map(sum, _stages(cost, shape))) for shape in each]
+    ns = [whole_ns(cost, shape) for shape in each]
     inside = np.array([cost.calibrated and cost.inside(shape) for shape in each], bool)
     return [Part("iteration", np.array(ns, np.int64), inside, BY_LAW if cost.calibrated else ASSUMED)]
 
@@ -118,10 +120,6 @@ def parts_rest_on(cost: CostModel, shape: BatchShape) -> dict[str, str]:
     whole = told.get("iteration", ASSUMED)
     alike = {"host_before": "host", "host_after": "host", "mixed_attention": "attention"}
     return {name: told.get(name, told.get(alike.get(name, ""), whole)) for name in names}
-
-
-def _stages(cost: CostModel, shape: BatchShape) -> list[tuple[int, int]]:
-    return [(cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) for stage in range(cost.stages)]
 
 
 def evidence_of(weighed: Sequence[tuple[CostModel, object, ArrayLike]]) -> Evidence:
@@ -143,7 +141,8 @@ def evidence_of(weighed: Sequence[tuple[CostModel, object, ArrayLike]]) -> Evide
     for cost, shapes, counts in weighed:
         if cost.kind == "roofline" and not alone:
             columns = ShapeColumns.of(shapes)
-            whole = float((iteration_ns_of(cost, columns) * np.asarray(counts, float)).sum())
+            each = np.array([whole_ns(cost, shape) for shape in columns.shapes()], np.int64)
+            whole = float((each * np.asarray(counts, float)).sum())
             total += whole
             assumed[(cost.name, BY_ROOFLINE)] = assumed.get((cost.name, BY_ROOFLINE), 0.0) + whole
     if alone:
@@ -152,12 +151,3 @@ def evidence_of(weighed: Sequence[tuple[CostModel, object, ArrayLike]]) -> Evide
         return Evidence(float("nan"), {})
     shares = {key: ns / total for key, ns in sorted(assumed.items(), key=lambda item: -item[1])}
     return Evidence(measured / total, shares)
-
-
-def iteration_ns_of(cost: CostModel, columns: ShapeColumns) -> Column:
-    """Host, stages and sends of many iterations."""
-    total: Column = sum(
-        (cost.predict_ns(columns, stage) for stage in range(cost.stages)), np.zeros(len(columns), np.int64)
-    )
-    rest = [sum(cost.host_ns(one)) + sum(cost.send_ns(one, s) for s in range(cost.stages)) for one in columns.shapes()]
-    return total + np.array(rest, np.int64)

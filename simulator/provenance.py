@@ -28,10 +28,12 @@ MOST_WEIGHED = 20_000
 """Iterations that a run's evidence is told from: evenly spaced ones of a longer run."""
 
 
-def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any], tables: RunTables) -> dict[str, Any]:
+def run_config(
+    trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any], tables: RunTables | None = None
+) -> dict[str, Any]:
     """config.json of a simulated run. `replay` holds the fields that `--config` reads back.
 
-    tables: its iterations tell what share of the time comes from measured operators.
+    tables: its iterations tell what share of the time comes from measured operators; None: there are none yet.
     cluster: what became of it (`Cluster.facts`). Where pools differ, a fact of theirs is given only in `pools`; names
     are joined.
     """
@@ -47,7 +49,7 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any], tabl
         "model": str(config.model),
         **facts,
         "router": config.router if plan.config.pools or config.replicas > 1 else None,
-        "cost_evidence": cost_evidence(plan, cluster, tables).as_dict(),
+        "cost_evidence": cost_evidence(plan, cluster, tables).as_dict() if tables is not None else None,
         "pools": rows,
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),

@@ -365,21 +365,15 @@ def _evidence(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the run's costs rest on, as its config says; folders of earlier versions know no shares."""
     found = config.get("cost_evidence")
     if isinstance(found, Mapping):
-        assumed = found.get("assumed")
         return {
             "calibrated": found.get("calibrated"),
             "measured_share": found.get("measured_share"),
             "cost_basis": found.get("words"),
-            "assumed_shares": {
-                f"{part['operator']} {part['by']}": part["share"]
-                for part in (assumed if isinstance(assumed, list) else ())
-                if isinstance(part, Mapping) and {"operator", "by", "share"} <= part.keys()
-            },
         }
     calibrated = config.get("calibrated")
-    words = {False: "uncalibrated: specifications alone", True: "fitted: the run does not say to what share"}
-    known = isinstance(calibrated, bool) and config.get("world") != "live"
-    return {"calibrated": calibrated, "cost_basis": words[calibrated] if known else None}
+    words = {"False": "uncalibrated: specifications alone", "True": "fitted: the run does not say to what share"}
+    live = config.get("world") == "live"
+    return {"calibrated": calibrated, "cost_basis": None if live else words.get(str(calibrated))}
 
 
 def _has_region(config: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ def _families() -> dict[str, str]:
     }
 
 
-BASIS = ("calibrated", "measured_share", "cost_basis", "assumed_shares")
+BASIS = ("calibrated", "measured_share", "cost_basis")
 """Keys that say what the costs of a run rest on."""
 
 SUMMARY_KEYS: dict[str, str] = {
@@ -42,7 +42,6 @@ SUMMARY_KEYS: dict[str, str] = {
     "measured_share": "share of the predicted time from measured operators: the batch lies inside a cell of the "
     "operator's measured grid (null for a live run)",
     "cost_basis": "the same in words, with the operators that were extrapolated or assumed",
-    "assumed_shares": "share of the predicted time of each operator that was not measured, by what it rests on",
     "requests": "requests of the trace; always finished + rejected + failed + aborted",
     "finished": "requests that got all their tokens",
     "rejected": "requests that could never run, each with its reason in requests.parquet",

@@ -50,7 +50,12 @@ Async = Annotated[
 Model = Annotated[str, _option("--model", "Model name, Hugging Face folder, config.json or TOML file.", ENGINE)]
 Gpu = Annotated[str, _option("--gpu", "GPU name, or a TOML file that describes one.", ENGINE)]
 CostModel = Annotated[
-    str, _option("--cost-model", "auto (a fitted one if it ships for this GPU), roofline, or a model file.", ENGINE)
+    str,
+    _option(
+        "--cost-model",
+        "auto (a fitted one if it ships for this GPU), roofline, a model file, or FILE.py:Class.",
+        ENGINE,
+    ),
 ]
 DType = Annotated[str, _option("--dtype", "Weights and activations; auto is the model's own.", ENGINE)]
 KVDType = Annotated[str, _option("--kv-dtype", "Keys and values; auto is that of the weights.", ENGINE)]

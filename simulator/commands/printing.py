@@ -148,7 +148,10 @@ def print_runs(
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        told: dict[str, Any] = {folder_name(name): {**run.summary, "notes": run.notes} for name, run in runs.items()}
+        told: dict[str, Any] = {
+            folder_name(name): run.summary | {"cost_evidence": run.config["cost_evidence"], "notes": run.notes}
+            for name, run in runs.items()
+        }
         told |= {folder_name(name): {"error": line} for name, line in failures.items()}
         print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
         say_failures(failures)

@@ -50,7 +50,7 @@ def test_the_table_has_units_and_marks_a_prediction_outside_of_its_interval(monk
         "finished": Interval(9.0, 9.0, 9.0, 9.0),
     }
     summary = {"cost_model": "fitted [x]", "calibrated": True, "inside_share": 0.5}
-    summary |= {"measured_share": 0.5, "cost_basis": "partly measured: 50 %", "assumed_shares": {}}
+    summary |= {"measured_share": 0.5, "cost_basis": "partly measured: 50 %"}
     monkeypatch.setattr(intervals, "predict", lambda *arguments: Prediction(summary, found))
     print_intervals(TRACE, ReplayConfig(), 20, as_json=False)
     printed = capsys.readouterr().out
