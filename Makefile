@@ -20,7 +20,11 @@ AZURE := profiler/data/facts/traces/azure2023
 FULL_TRACES ?= $(AZURE)_conv.parquet $(AZURE)_code.parquet
 FULL_OUT ?= runs/validate-full
 
-.PHONY: help replay validate validate-full test test-compiled compiled lint bench clean
+GPU_PYTHON ?= python3
+GPU_OUT ?= gpu-day
+GPU_LIMIT ?= 480s
+
+.PHONY: gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
@@ -29,6 +33,7 @@ help:
 	@echo "make test                                                        install what the tests need, run them all"
 	@echo "make test-compiled                                               compile the hot modules beside the source, test with these"
 	@echo "make lint                                                        ruff (rules and format), mypy"
+	@echo "make gpu-day [GPU_OUT=gpu-day]                                   on a machine with a GPU: all it can tell, in calls of minutes"
 	@echo "make bench                                                       the simulator's speed beside a bare loop"
 
 $(BIN)/python:
@@ -72,6 +77,20 @@ compiled: $(VENV)/dev
 test-compiled: compiled
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -o pythonpath="build/compiled ." \
 		tests/policies tests/simulator tests/metrics tests/executor tests/experiments
+
+# For a machine with a GPU that is lent for minutes and reaches no network: `make gpu-wheels` before, `make gpu-day` there,
+# as often as needed. GPU_PYTHON has torch; simpy comes as a wheel.
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: -d wheels 'simpy>=4.1,<5'
+
+gpu-day:
+	PYTHONPATH="$$(ls -d "$$PWD"/wheels/*.whl 2>/dev/null | tr '\n' ':')$$PYTHONPATH" \
+		$(GPU_PYTHON) -m experiments gpu-day --out $(GPU_OUT) --limit $(GPU_LIMIT)
+
+# Every stage on a device that is not there: its rules are enforced, its times are made up.
+gpu-day-dry: $(VENV)/dev
+	$(BIN)/python -m experiments gpu-day --out runs/gpu-day-dry --model tests/fake_gpu/llama_4_layers.json \
+		--calibrate 40s --requests 20 --limit 1800s --runner "$(BIN)/python -m tests.fake_gpu"
 
 bench: $(VENV)/core
 	$(BIN)/python benchmarks/simulator.py

@@ -1,4 +1,5 @@
-"""Makes the tables of measurements that travel with the project: `python docs/facts.py SOURCE`.
+"""Makes the tables of measurements that travel with the project: `python docs/facts.py SOURCE`, and, for live runs of
+the project's own executor, `python docs/facts.py live NAME FOLDER` with the folder of a whole `experiments validate`.
 
 SOURCE is a folder with the public originals in their own forms (paths as below). What is written is in Charioteer's
 forms only: profiles, traces, tables of runs, steps and figures. profiler/data/facts/sources.toml says of every table
@@ -242,7 +243,7 @@ def originals(source: Path) -> None:
     some_columns(source / "model_shapes.csv", SHAPES)
     for client in ("chunk-1", "chunk-11"):
         servegen_client(traces / "servegen_r1", client)
-    grid = "prefill_chunk in (0, 16, 512) and kv_prefill in (0, 2048) and n_decode in (0, 1, 2, 16, 64)"
+    grid = "n_decode == 0 or (prefill_chunk in (0, 16, 512) and kv_prefill in (0, 2048) and n_decode in (1, 2, 16, 64))"
     skew = "n in (2, 16) and pc in (0, 512) and kp in (0, 2048)"
     for card, degrees in (("RTX4090", (1,)), ("RTXPRO6000", (1, 2))):
         folder = profiles / "llmservingsim" / card / "Llama-3.1-8B"
@@ -318,8 +319,39 @@ def servegen_client(folder: Path, client: str) -> None:
     _out(folder / f"{client}-dataset.json").write_text(json.dumps(kept))
 
 
+LIVE = ("ttft_s_mean", "tpot_s_mean", "e2e_s_mean", "e2e_s_p90", "output_tokens_per_s")
+
+
+def live_study(name: str, folder: Path) -> None:
+    """Statistics of every live run, the traces as they were served, and the costs fitted before."""
+    out = FACTS / "live_runs" / name
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for load in sorted(folder.glob("load-*")):
+        at = load.name.removeprefix("load-")
+        for run in sorted((load / "live").glob("*/summary.json")):
+            config, summary = (json.loads((run.parent / file).read_text()) for file in ("config.json", "summary.json"))
+            policy, _, repeat = run.parent.name.rpartition("-")
+            assert config["world"] == "live"
+            rows.append(
+                {"load": at, "policy": policy, "repeat": repeat, **{key: f"{summary[key]:.6g}" for key in LIVE}}
+            )
+        any_run = next((load / "simulated").glob("*/requests.parquet"))
+        requests = pd.read_parquet(any_run).sort_values("request")
+        requests[["arrival_s", "prompt_tokens", "output_tokens"]].to_csv(out / f"trace-{at}.csv", index=False)
+        used = json.loads((any_run.parent / "config.json").read_text())["replay"]
+    write_csv(out / "live.csv", rows)
+    keys = ("model", "dtype", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "token_budget", "seed")
+    (out / "settings.json").write_text(json.dumps({key: used[key] for key in keys}, indent=1) + "\n")
+    for file in ("model.json", "device.toml"):
+        (out / file).write_text((folder / file).read_text())
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["live"] and len(sys.argv) == 4:
+        live_study(sys.argv[2], Path(sys.argv[3]))
+        raise SystemExit
     if len(sys.argv) != 2:
-        raise SystemExit("python docs/facts.py SOURCE")
+        raise SystemExit("python docs/facts.py SOURCE, or python docs/facts.py live NAME FOLDER")
     SOURCE = Path(sys.argv[1])
     main(SOURCE)

@@ -6,7 +6,7 @@ python -m simulator replay examples/trace.csv --policy examples/my_policy.py:Gat
 from dataclasses import dataclass
 from typing import ClassVar
 
-from policies import NS_PER_S, Draft, Host, KVView, MemoryRule, Ns, Policy, Queues, knob
+from policies import NS_PER_S, Draft, Host, KVView, MemoryRule, Ns, Policy, Promises, Queues, knob
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class GatheredPrefills(Policy):
     patience_s: float = knob(0.5, "longest wait of the oldest prompt, seconds", least=0)
 
     # With only decodes to run it would plan the same again; while prompts gather, the alarm set below says when not.
-    repeats: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True)
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:

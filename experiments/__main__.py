@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 COMMAND_MODULES = (
     "experiments.vllm.parity_command",  # parity
     "experiments.vllm.fidelity_command",  # fidelity
+    "experiments.vllm.whole_engines_command",  # engines
     "experiments.coverage.command",  # coverage
+    "experiments.board.command",  # board
     "experiments.validation.command",  # validate
     "experiments.calibration.command",  # calibrate
     "experiments.papers.command",  # list, run, claims

@@ -61,8 +61,8 @@ def diff(
     if as_json:
         _print_json(found)
     else:
-        labels = (first.name, second.name) if first.name != second.name else (str(first), str(second))
-        _print(differences_table(labels, found))
+        one, other = _labelled([first, second])
+        _print(differences_table((one, other), found))
 
 
 @app.command("token-times")
@@ -180,9 +180,10 @@ def timeline(
 
 
 def _labelled(runs: list[Path]) -> dict[str, Path]:
-    """Runs by the names of their folders; by their paths where two folders have one name."""
-    names = [run.resolve().name for run in runs]
-    return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs)}
+    """Runs by the names of their folders; by as much of their paths as tells them apart where two have one name."""
+    from policies.edges.distinct_names import distinct_names
+
+    return dict(zip(distinct_names([str(run.resolve()) for run in runs]), runs))
 
 
 @app.command()
@@ -198,13 +199,10 @@ def report(
     from metrics.html_report.timeline import Slice
     from metrics.run_folder.folder import read_run
 
-    labels = [run.name for run in runs]
-    if len(set(labels)) < len(labels):
-        labels = [str(run) for run in runs]
     part = parse_window(window) if window else None
     shown = Slice(part.start / 1e9, min(part.end, 1 << 62) / 1e9) if part else None
-    tables = {label: read_run(run) for label, run in zip(labels, runs)}
-    print(write_report(out, tables, question=question or f"What happened in {', '.join(labels)}?", window=shown))
+    tables = {label: read_run(run) for label, run in _labelled(runs).items()}
+    print(write_report(out, tables, question=question or f"What happened in {', '.join(tables)}?", window=shown))
 
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Standard library only: no clock, no torch, no numpy, no simpy, so the same objec
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, Served, StatefulPolicy, knob
 from policies.contract.queues import Queues
 from policies.edges.errors import PolicyError
 from policies.kv_memory.block_ledger import BlockLedger
@@ -36,9 +36,12 @@ __all__ = [
     "Outcome",
     "Policy",
     "PolicyError",
+    "Promises",
     "Queues",
     "Request",
     "Scheduler",
+    "Served",
+    "StatefulPolicy",
     "Track",
     "knob",
     "knobs_of",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import Ns
@@ -20,10 +20,7 @@ class Chunked(Policy):
 
     chunk_size: int = knob(512, "tokens of one batch; decodes count one each, prompts get the rest", least=1)
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
-    repeats_chunks: ClassVar[bool] = True
-    repeats_in_pipelines: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, chunks=True, micro_batches=True, keeps_running=True)
     paper: ClassVar[str] = "Sarathi-Serve (OSDI 2024), Algorithm 3"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

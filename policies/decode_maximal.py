@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import Ns
@@ -33,9 +33,7 @@ class DecodeMaximal(Policy):
         choices=ALIGNMENTS,
     )
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
-    repeats_chunks: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, chunks=True, keeps_running=True)
     paper: ClassVar[str] = "SARATHI (arXiv 2308.16369), Sec. 4.3 and 4.4"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)
 

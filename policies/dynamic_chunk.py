@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.decode_maximal import (
     ALIGNMENTS,
@@ -52,8 +52,7 @@ class DynamicChunk(Policy):
     merge: bool = knob(False, "give what one prompt leaves of the chunk to the next ones, instead of padding it")
     align: str = knob("pad", "what fills the last tile, as in decode_maximal", choices=ALIGNMENTS)
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = (
         "SARATHI (arXiv 2308.16369), Sec. 4.4, made to follow the load; prefix_aware: dynamic chunking for pipelines "
         "(SGLang, ATOM)"

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import Ns
@@ -28,8 +28,7 @@ class Orca(Policy):
 
     max_prompts: int = knob(0, "most whole prompts in one batch; 0 for no limit, 1 is SARATHI's best case", least=0)
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = "Orca (OSDI 2022), Algorithm 1"
     # The paper names no share; this is the rule of SARATHI's comparison with it.
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)

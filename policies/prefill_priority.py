@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import Ns
@@ -23,8 +23,7 @@ class PrefillPriority(Policy):
 
     max_prompts: int = knob(0, "most prompts in one prefill batch; 0 for no limit but the token budget", least=0)
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = "vLLM (SOSP 2023), Sec. 4.5, scheduler before V1"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

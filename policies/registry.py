@@ -13,17 +13,17 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from policies.contract.policy import Policy
+from policies.contract.policy import Policy, StatefulPolicy
 from policies.edges.errors import PolicyError
 from policies.edges.settings import LARGEST
 from policies.edges.user_code import MODULES, place_in_file
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
     from types import ModuleType
 
 BUILT_IN: Mapping[str, str] = {
@@ -40,13 +40,21 @@ BUILT_IN: Mapping[str, str] = {
 
 ENTRY_POINT_GROUP = "charioteer.policies"
 
+OLD_PROMISES = {
+    "repeats": "decodes",
+    "repeats_chunks": "chunks",
+    "repeats_in_pipelines": "micro_batches",
+    "keeps_running": "keeps_running",
+}
+"""How promises were stated before they were one object."""
+
 LONGEST_S, LARGEST_FLOAT = 1e9, 1e18
 """Most seconds, which in nanoseconds still fit 64 bits, and the largest of any other number, that a knob may be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """One knob of a policy: its name, type, default and what it is for."""
+    """One knob of a policy: its name, type, default and what it is for. optional: it may be None ("auto" as text)."""
 
     name: str
     type: type
@@ -55,14 +63,12 @@ class Knob:
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    optional: bool = False
 
 
 def policy_names() -> list[str]:
     """Built-in policies in the order of their history, then those of other packages."""
-    from importlib.metadata import entry_points
-
-    others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-    return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
+    return [*BUILT_IN, *names_of_others(ENTRY_POINT_GROUP, BUILT_IN)]
 
 
 def priorities_unused(name: str, knobs: Mapping[str, Any]) -> str:
@@ -84,11 +90,8 @@ def policy_class(name: str) -> type[Policy]:
     path, colon, cls = name.rpartition(":")
     if colon and path.endswith(".py"):
         return _checked(class_from_file("policy", Path(path), cls), name)
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return _checked(loaded(point), name)
+    if (cls := class_of_another_package("policy", ENTRY_POINT_GROUP, name)) is not None:
+        return _checked(cls, name)
     if name.endswith(".py") and Path(name).is_file():
         raise PolicyError(f"policy: found the file {name}, expected one of its classes, as {name}:ClassName")
     near = difflib.get_close_matches(name, policy_names(), n=2)
@@ -105,14 +108,18 @@ def knobs_of(cls: type[Policy]) -> dict[str, Knob]:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         default = field.default if field.default is not dataclasses.MISSING else None
         meta = field.metadata
+        wanted = hints.get(field.name, type(default))
+        kinds = [kind for kind in get_args(wanted) if kind is not NoneType]
+        optional = len(kinds) == 1 and NoneType in get_args(wanted)
         knobs[field.name] = Knob(
             field.name,
-            hints.get(field.name, type(default)),
+            kinds[0] if optional else wanted,
             default,
             meta.get("help", ""),
             meta.get("least"),
             meta.get("most"),
             tuple(meta.get("choices", ())),
+            optional,
         )
     return knobs
 
@@ -146,6 +153,8 @@ def knob_value(owner: str, knob: Knob, value: Any) -> Any:
     """The value of a knob, which may come as text; PolicyError names the owner, the knob, found and expected."""
     wanted = knob.type
     text = str(value).strip()
+    if knob.optional and (value is None or text.lower() == "auto"):
+        return None
     try:
         if wanted is bool:
             converted: Any = {"true": True, "1": True, "yes": True, "on": True}.get(text.lower())
@@ -182,10 +191,34 @@ def _whole(value: float) -> int:
     return int(value)
 
 
-def loaded(point: EntryPoint) -> Any:
-    """The class of an entry point; its module is user code from now on."""
-    MODULES.add(point.module)
-    return point.load()
+def names_of_others(group: str, ours: Container[str]) -> list[str]:
+    """What other packages offer in a group of entry points, each name once, without those that are ours, sorted."""
+    from importlib.metadata import entry_points
+
+    return sorted({point.name for point in entry_points(group=group) if point.name not in ours})
+
+
+def class_of_another_package(kind: str, group: str, name: str) -> Any:
+    """What the entry point of that name stands for, None if there is none; its module is user code from now on.
+
+    PolicyError where two packages offer the name, or where the one that does cannot be imported.
+    """
+    from importlib.metadata import entry_points
+
+    # The same package may be found twice, in its checkout and installed.
+    points = {point.value: point for point in entry_points(group=group) if point.name == name}
+    if len(points) > 1:
+        raise PolicyError(
+            f"{kind}: found {name!r} in two packages ({' and '.join(sorted(points))}), expected one of that name; "
+            f"uninstall one, or name its class as path/to/file.py:ClassName"
+        )
+    for point in points.values():
+        MODULES.add(point.module)
+        try:
+            return point.load()
+        except Exception as error:
+            raise PolicyError(f"{kind} {name} ({point.value}): {type(error).__name__}: {error}") from error
+    return None
 
 
 def class_from_file(kind: str, path: Path, cls: str) -> Any:
@@ -221,17 +254,33 @@ def _checked(cls: Any, name: str) -> type[Policy]:
         raise PolicyError(f"policy {name}: expected a frozen dataclass with a plan() method")
     if not issubclass(cls, Policy):
         raise PolicyError(f"policy {name}: expected a subclass of policies.Policy")
-    if cls.plan is Policy.plan:
+    if cls.plan in (Policy.plan, StatefulPolicy.plan):
         raise PolicyError(f"policy {name}: {cls.__name__} has no plan(): a policy defines one")
+    if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise PolicyError(
+            f"policy {name}: {cls.__name__} may change; expected @dataclass(frozen=True), and what it remembers in a "
+            "state (policies.StatefulPolicy)"
+        )
+    for old, new in OLD_PROMISES.items():
+        if old in vars(cls):
+            raise PolicyError(f"policy {name}: {old} is now promises = Promises({new}=True) (docs/write-a-policy.md)")
+    stateful = issubclass(cls, StatefulPolicy)
+    if getattr(cls, "new_state", None) is StatefulPolicy.new_state:
+        raise PolicyError(f"policy {name}: {cls.__name__} has no new_state(): a policy with a state makes it")
+    arguments = ["self", "queues", "draft", "kv", "host", "now_ns", *(["state"] if stateful else [])]
     try:
-        inspect.signature(cls.plan).bind(*[None] * 6)
+        inspect.signature(cls.plan).bind(*arguments)
     except ValueError:
         pass  # compiled without a signature
     except TypeError as error:
-        raise PolicyError(
-            f"policy {name}: plan() has to take self, queues, draft, kv, host, now_ns ({error})"
-        ) from None
+        raise PolicyError(f"policy {name}: plan() has to take {', '.join(arguments)} ({error})") from None
     for field in dataclasses.fields(cls):
         if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise PolicyError(f"policy {name}: {field.name} has no default; a knob is made with knob(default, help)")
+    for knob in knobs_of(cls).values():
+        if knob.type not in (bool, int, float, str):
+            raise PolicyError(
+                f"policy {name}: {knob.name} is a {getattr(knob.type, '__name__', knob.type)}; a knob is a bool, int, "
+                "float or str, and what a policy remembers goes into a state (policies.StatefulPolicy)"
+            )
     return cls

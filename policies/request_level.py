@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
@@ -32,8 +32,7 @@ class RequestLevel(Policy):
         choices=("limit", "longest"),
     )
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = "FasterTransformer, as Orca (OSDI 2022), Sec. 3, describes it"
     # No share is known; this is the rule of SARATHI's comparison with it.
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=1.0, headroom=0.2)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.request import NS_PER_S, Ns
@@ -24,9 +24,7 @@ class ShortestPromptFirst(Policy):
     ageing: float = knob(50.0, "tokens that a second of waiting is worth; 0 lets a long prompt starve", least=0)
     window: int = knob(128, "how many waiting requests are compared, from the head of the queue", least=1)
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
-    repeats_chunks: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, chunks=True, keeps_running=True)
     paper: ClassVar[str] = "shortest job first over prompts, with linear ageing; batches as in Sarathi-Serve"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.edges.errors import PolicyError
 from policies.edges.settings import shown
@@ -41,10 +41,13 @@ class SloAware(Policy):
     ttft_s: float = knob(2.0, "TTFT target where `classes` names none, seconds", least=0)
     tbt_s: float = knob(0.2, "TBT target where `classes` names none, seconds", least=0)
     relegate: bool = knob(True, "serve requests that are late already only with what the others leave")
-    window: int = knob(16, "waiting requests compared per priority and SLO class, earliest deadlines first", least=1)
+    window: int = knob(
+        16,
+        "waiting requests compared per priority and SLO class with targets of its own, earliest deadlines first",
+        least=1,
+    )
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     paper: ClassVar[str] = "after Niyama (arXiv 2503.22562): slack, chunks sized by time, relegation"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 
@@ -97,13 +100,16 @@ class SloAware(Policy):
 
         Late is who would be: one iteration prefills `tokens`, and whoever is more urgent goes first.
         """
+        # Classes without targets of their own share deadlines, and so a queue.
+        named = parse_classes(self.classes)
         classes: dict[tuple[int, str | None], list[Track]] = {}
         for track in queues.partial:
-            classes.setdefault((track.request.priority, track.request.slo), []).append(track)
+            slo = track.request.slo
+            classes.setdefault((track.request.priority, slo if slo in named else None), []).append(track)
         if not draft.preempted:
-            for key, waiting in queues.waiting_by_class.items():
+            for key, waiting in queues.waiting_by(named).items():
                 late_before = now_ns - self._targets_ns(key[1])[0] if self.relegate else 0
-                classes.setdefault(key, []).extend(self._first_of(waiting, late_before))
+                classes.setdefault(key, []).extend(self._first_of(waiting, queues.in_front, late_before))
         tokens = max(1, tokens)
         ranked: list[tuple[int, Ns, int, Ns, Track]] = []
         for (priority, slo), tracks in classes.items():
@@ -128,17 +134,19 @@ class SloAware(Policy):
                 ahead = done
         return in_time + late
 
-    def _first_of(self, waiting: deque[Track], late_before: Ns) -> Iterator[Track]:
+    def _first_of(self, waiting: deque[Track], in_front: set[Track], late_before: Ns) -> Iterator[Track]:
         """Of the waiting requests of one class: the preempted, the first in time, and if these are few the first late.
 
-        Within a class the earliest arrival has the earliest deadline, so the late ones stand in front, and a search
-        finds where they end, however long the queue.
+        Within a class the earliest arrival has the earliest deadline. Behind those put in front, `waiting_by_class`
+        keeps a class sorted by arrival, so the late ones stand first there, and a search finds where they end, however
+        long the queue.
         """
         count, preempted = len(waiting), 0
-        while preempted < min(count, self.window) and waiting[preempted].preemptions:
-            yield waiting[preempted]
+        while preempted < count and waiting[preempted] in in_front:
+            if preempted < self.window:
+                yield waiting[preempted]
             preempted += 1
-        in_time = max(preempted, bisect_left(waiting, late_before, key=_arrival_ns))
+        in_time = bisect_left(waiting, late_before, preempted, key=_arrival_ns)
         end = min(count, in_time + self.window)
         for at in range(in_time, end):
             yield waiting[at]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.contract.draft import Draft
 from policies.contract.host import Host
-from policies.contract.policy import MemoryRule, Policy, knob
+from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
@@ -28,15 +29,15 @@ class VllmV1(Policy):
     free_order: str = knob(
         "0.32", "where freed blocks go: 0.19 all to the tail, 0.32 unhashed ones to the head", choices=("0.19", "0.32")
     )
-    async_scheduling: bool = knob(False, "plan the next step before this one returns, as GPU vLLM does by default")
+    async_scheduling: bool | None = knob(
+        None, "plan the next step before this one returns; by default as vLLM of that version does on such an engine"
+    )
+    engine_version: str = knob("0.32", "vLLM's version, which decides whether it plans ahead (on GPUs from 0.14 on)")
     scheduling: str = knob(
         "fcfs", "priority: the trace's lowest priority value first, its highest preempted", choices=("fcfs", "priority")
     )
 
-    repeats: ClassVar[bool] = True
-    keeps_running: ClassVar[bool] = True
-    repeats_chunks: ClassVar[bool] = True
-    repeats_in_pipelines: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(decodes=True, chunks=True, micro_batches=True, keeps_running=True)
     paper: ClassVar[str] = "vLLM 0.19 to 0.32, v1/core/sched/scheduler.py"
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9)
 
@@ -57,6 +58,17 @@ class VllmV1(Policy):
             if not draft.admit(head, min(head.known, limit), must_fit=head.known if self.reserve_full else 0):
                 break
 
+    def __post_init__(self) -> None:
+        version_of(self.engine_version)
+
+    def plans_ahead(self, *, on_gpu: bool, stages: int, speculation: str = "") -> bool:
+        """As vLLM's release notes have it: by default since 0.14, except on CPUs, in pipelines, and with drafts that do
+        not come from heads of the model (EAGLE, MTP). In pipelines it does since 0.16, which is not built here."""
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        drafted = speculation not in ("", "eagle", "eagle3", "mtp")
+        return on_gpu and stages == 1 and not drafted and version_of(self.engine_version) >= (0, 14)
+
     def default_token_budget(self, max_model_len: int) -> int | None:
         return 2048
 
@@ -64,3 +76,11 @@ class VllmV1(Policy):
 def _least_urgent(track: Track) -> tuple[int, Ns, int]:
     request = track.request
     return request.priority, request.arrival_ns, request.id
+
+
+def version_of(text: str) -> tuple[int, int]:
+    """(major, minor) of a version such as 0.14 or 0.19.1; ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)?", text)
+    if found is None:
+        raise ValueError(f"engine_version: found {text!r}, expected a version such as 0.14 or 0.19.1")
+    return int(found[1]), int(found[2])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from profiler.cost_model import CostModel
 from profiler.errors import ProfileError
@@ -14,6 +15,11 @@ from profiler.specs.dtypes import canonical_dtype
 from profiler.specs.hardware import Hardware, load_hardware
 from profiler.specs.model_config import load_model_spec
 from profiler.specs.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from profiler.operators.engine_terms import EngineTerms
+    from profiler.operators.fitting.device_fit import DeviceFit
+    from profiler.operators.named_engines import NamedEngine
 
 PROTOCOL = (
     *("kind", "calibrated", "name", "stages", "tile", "host_ns", "stage_ns", "send_ns", "repeat_ns", "predict_ns"),
@@ -32,6 +38,8 @@ def load_cost_model(
     tp: int = 1,
     pp: int = 1,
     layer_split: Sequence[int] | None = None,
+    engine: str | Path | NamedEngine = "none",
+    terms: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> CostModel:
     """The cost model of `model` on `gpu`.
@@ -42,8 +50,10 @@ def load_cost_model(
     result say which it became. `path/to/file.py:ClassName`: a class of one's own that keeps the protocol `CostModel`;
     it is called with those of model (ModelSpec), gpu (Hardware), dtype, kv_dtype, tp, pp and layer_split that it
     names. dtype "auto": the checkpoint's own (16 bits where it is float32). tp, pp, layer_split:
-    devices a stage, stages, layers of each stage. options: whatever else the chosen kind takes (the roofline: tile,
-    pipeline_link, constants).
+    devices a stage, stages, layers of each stage. engine: as it is served (`operators.named_engines`), whose terms are
+    added to the kernels' times; terms: fields of `EngineTerms` that differ from its own. A roofline knows the host's
+    alone, and costs that were measured as whole iterations hold all of them already. options: whatever else the chosen
+    kind takes (the roofline: tile, pipeline_link, constants).
 
     Raises ProfileError for anything unknown, unreadable or that does not fit together.
     """
@@ -56,23 +66,27 @@ def load_cost_model(
     )
     if dtype == "auto":
         dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
-    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
+    chosen: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
+    from profiler.operators.named_engines import load_engine
+
+    named = load_engine(engine) if isinstance(engine, str | Path) else engine
+    added = _Terms(named, dict(terms or {}))
+    chosen |= options
     if str(cost_model) == "auto":
         found = _shipped(hardware) if _fits_serve(dtype, kv_dtype, options) else None
-        return (
-            _fitted(found, spec, hardware, engine | options) if found else _roofline(spec, hardware, engine | options)
-        )
+        cost = _fitted(found, spec, hardware, chosen, added) if found else _roofline(spec, hardware, chosen, added)
+        return _named(cost, named, hardware, tp)
     if str(cost_model) == "roofline":
-        return _roofline(spec, hardware, engine | options)
+        return _named(_roofline(spec, hardware, chosen, added), named, hardware, tp)
     if is_own_class(cost_model):
-        return _own(str(cost_model), spec, hardware, engine | options)
+        return _own(str(cost_model), spec, hardware, chosen)
     path = Path(cost_model)
     if not path.exists():
         raise ProfileError(
             f"cost model {str(cost_model)!r}: no such file; expected auto, roofline, a fitted model, or "
             "path/to/file.py:ClassName"
         )
-    return _fitted(path, spec, hardware, engine | options)
+    return _named(_fitted(path, spec, hardware, chosen, added), named, hardware, tp)
 
 
 def is_own_class(cost_model: str | Path) -> bool:
@@ -111,9 +125,54 @@ def _own(name: str, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any])
     return cost
 
 
-def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
+def _named(cost: CostModel, named: NamedEngine, hardware: Hardware, tp: int) -> CostModel:
+    """The same costs, whose name says which engine they are of, and which of them were calibrated on a run."""
+    if named.name != "none":
+        cost.name += f", engine {named.label}"
+    if tp > 1 and not hardware.p2p:
+        cost.name += ", no p2p: all-reduces CALIBRATED on one run"
+    return cost
+
+
+class _Terms(NamedTuple):
+    """What an engine, and what its user besides, adds to the kernels."""
+
+    engine: NamedEngine
+    own: dict[str, Any]
+
+    def of_fit(self, fit: DeviceFit) -> EngineTerms:
+        from profiler.operators.engine_terms import EngineTerms
+
+        EngineTerms.from_mapping(self.own, "--term")
+        return EngineTerms.from_mapping({**fit.terms, **self.engine.terms, **self.own}, f"fitted model {fit.gpu}")
+
+    def refuse(self, known: tuple[str, ...], costs: str) -> None:
+        """ProfileError for a term of the user's that these costs cannot take."""
+        from profiler.operators.engine_terms import EngineTerms
+
+        EngineTerms.from_mapping(self.own, "--term")
+        for name in self.own:
+            if not name.startswith(known):
+                raise ProfileError(f"--term {name}: {costs}; expected terms that begin with {' or '.join(known)}")
+
+
+def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added: _Terms) -> CostModel:
+    from profiler.operators.engine_terms import EngineTerms
+    from profiler.roofline.constants import RooflineConstants
     from profiler.roofline.roofline import Roofline
 
+    added.refuse(("host_", "front_"), "a roofline has no such term")
+    if added.own or added.engine.terms:
+        terms = EngineTerms.from_mapping({**added.engine.terms, **added.own})
+        across = engine["tp"] > 1
+        host_us = {
+            "host_before_ns": terms.host_before_us + across * terms.host_tp_step_us,
+            "host_before_per_sequence_ns": terms.host_before_sequence_us + across * terms.host_tp_sequence_us,
+            "host_after_ns": terms.host_after_us,
+            "host_after_per_sample_ns": terms.host_after_sample_us,
+        }
+        constants = engine.get("constants") or RooflineConstants()
+        engine = {**engine, "constants": replace(constants, **{name: us * 1e3 for name, us in host_us.items()})}
     return Roofline(spec, hardware, **engine)
 
 
@@ -129,21 +188,25 @@ def _shipped(hardware: Hardware) -> Path | None:
         return None
     from profiler.operators.fitted_model import find_fitted
 
-    path: Path | None = find_fitted(hardware.name)
+    path: Path | None = find_fitted(hardware.kernels_of or hardware.name)
     return path
 
 
-def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
+def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added: _Terms) -> CostModel:
     from profiler.iterations.iteration_file import is_iteration_fit, load_iterations
     from profiler.iterations.staged_model import is_staged_fit, load_staged
 
+    if is_iteration_fit(path) or is_staged_fit(path):
+        added.refuse(("front_",), f"{path} was measured as whole iterations, which hold it")
     if is_iteration_fit(path):
         return load_iterations(path, spec, **engine)
     if is_staged_fit(path):
         return load_staged(path, spec, **engine)
     if find_spec("profiler.operators.fitted_model") is None:
         raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
-    from profiler.operators.fitted_model import load_fitted
+    from profiler.operators.compose import compose
+    from profiler.operators.fitting.model_file import read_model
 
-    cost: CostModel = load_fitted(path, spec, hardware, **engine)
-    return cost
+    fit = read_model(path)
+    widths = {name: width for name, width in added.engine.half_widths.items() if name != "front_end"}
+    return compose(fit, spec, hardware, terms=added.of_fit(fit), term_widths=widths, **engine)

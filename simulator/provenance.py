@@ -10,6 +10,7 @@ import numpy as np
 from metrics.run_folder.folder import versions_of
 from policies import knobs_of
 from policies.contract.draft import UNLIMITED
+from policies.edges.input_digests import digests_of
 from profiler import load_hardware, load_model_spec
 from profiler.evidence import Evidence, evidence_of
 from profiler.specs.shape_columns import ShapeColumns
@@ -54,6 +55,7 @@ def run_config(
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),
         "trace": trace.facts(),
+        "inputs": digests_of(config.as_dict()),
         "replay": {**config.as_dict(), "knobs": dict(config.knobs)},
         "seed": config.seed,
         "versions": versions_of(PACKAGES),
@@ -91,8 +93,10 @@ def _engine_facts(engine: Engine) -> dict[str, Any]:
         "cost_kind": cost.kind,
         "calibrated": cost.calibrated,
         "cost_provenance": dict(cost.provenance()),
+        "engine": engine.named.facts(),
         "tp": config.tp,
         "pp": config.pp,
+        "ahead": engine.ahead,
         "devices_per_replica": engine.devices,
         "token_budget": _limit(scheduler.token_budget),
         "max_num_seqs": _limit(scheduler.max_num_seqs),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from metrics.measures.slo import doubtful_bounds
+from policies.registry import knobs_of, make_policy, policy_class
+from profiler import load_hardware
 from simulator.config import ReplayConfig
 from simulator.routers import router_class
 from workloads import Trace
@@ -15,7 +17,32 @@ def notes_of_run(config: ReplayConfig, trace: Trace) -> list[str]:
     doubtful = doubtful_bounds(config.slo) if config.slo else []
     shared = what_prompts_share(trace) if caches_prefixes(config.prefix_caching, config.knobs) else ""
     told = [f"prefix caching: {shared}"] if shared else []
-    return list(dict.fromkeys([*trace.notes, *told, *settings_without_effect(config, trace), *doubtful]))
+    without = settings_without_effect(config, trace)
+    return list(dict.fromkeys([*trace.notes, *told, *without, *doubtful, *planning_ahead(config)]))
+
+
+def planning_ahead(config: ReplayConfig) -> list[str]:
+    """Whether engines whose version decides that plan ahead of the running batch: one sentence for each."""
+    notes = []
+    for pool in config.pools or ({},):
+        name, gpu = str(pool.get("policy", config.policy)), str(pool.get("gpu", config.gpu))
+        stages = int(pool.get("pp", config.pp))
+        known = knobs_of(policy_class(name))
+        if "engine_version" not in known:
+            continue
+        own = {**config.knobs, **pool}
+        policy = make_policy(name, {key: own[key] for key in known if key in own})
+        version = getattr(policy, "engine_version", "")
+        if getattr(policy, "async_scheduling", None) is not None:
+            continue
+        if policy.plans_ahead(on_gpu=load_hardware(gpu).processor == "gpu", stages=stages):
+            notes.append(f"policy {name}: plans ahead of the running batch, as version {version} does; --sync does not")
+        elif stages > 1 and policy.plans_ahead(on_gpu=True, stages=1):
+            notes.append(
+                f"policy {name}: plans one batch a stage; from 0.16 on the engine also plans ahead in pipelines, which "
+                "is not simulated"
+            )
+    return notes
 
 
 def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:

@@ -17,6 +17,7 @@ from simulator.cluster.in_turn import are_independent, only_arrivals_join, run_i
 from simulator.cluster.pools import ClusterPlan, looks_for_prefixes, make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.replica.front_end import FrontEnd
 from simulator.replica.replica_kind import Engine, make_engine
 from simulator.settings_without_effect import notes_of_run
 from workloads import Trace
@@ -74,8 +75,20 @@ def replay(
     if config.reference:
         return _replay_plainly(trace, cluster_plan)
     recorder = Recorder()
-    cluster = simulate(trace, cluster_plan, recorder, progress)
-    return _finish(trace, cluster_plan, cluster.facts(), recorder.tables())
+    front, played = _through_front_end(trace, cluster_plan)
+    cluster = simulate(played, cluster_plan, recorder, progress, front=front if trace.closed_loop else None)
+    tables = recorder.tables() if front is None else front.seen_by_clients(recorder.tables())
+    return _finish(trace, cluster_plan, cluster.facts(), tables)
+
+
+def _through_front_end(trace: Trace, plan: ClusterPlan) -> tuple[FrontEnd | None, Trace]:
+    """The front end that requests pass, if the engine has one, and the trace as it reaches the engine; a closed loop
+    passes it while it is played."""
+    times = plan.engine.front
+    if times is None:
+        return None, trace
+    front = FrontEnd(times, sum(pool.replicas for pool in plan.pools if pool.role != "decode"))
+    return front, trace if trace.closed_loop else front.into_engine(trace)
 
 
 def _replay_plainly(trace: Trace, plan: ClusterPlan) -> Run:
@@ -83,17 +96,29 @@ def _replay_plainly(trace: Trace, plan: ClusterPlan) -> Run:
     from simulator import reference
 
     reference.refuse(plan)
-    cluster = reference.Cluster(trace, plan)
+    if plan.engine.front is not None and trace.closed_loop:
+        raise SimulationError("--reference: plays no closed loop through a front end; leave --engine out")
+    front, played = _through_front_end(trace, plan)
+    cluster = reference.Cluster(played, plan)
     cluster.run()
     if cluster.ended != len(trace):
         raise SimulationError(f"{len(trace) - cluster.ended} requests never ended: the policy left them waiting")
-    return _finish(trace, plan, cluster.facts(plan), cluster.recording.tables())
+    tables = cluster.recording.tables()
+    return _finish(trace, plan, cluster.facts(plan), tables if front is None else front.seen_by_clients(tables))
 
 
-def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progress: Progress | None = None) -> Cluster:
+def simulate(
+    trace: Trace,
+    plan: ClusterPlan | Engine,
+    recorder: Recorder,
+    progress: Progress | None = None,
+    *,
+    front: FrontEnd | None = None,
+) -> Cluster:
     """Run a cluster over a trace until every request has ended; records go to `recorder`.
 
-    plan: pools of replicas, or the engine that all replicas of its config share.
+    plan: pools of replicas, or the engine that all replicas of its config share. front: the front end that a closed
+    loop passes; an open loop's trace has passed it already.
     """
     env = VirtualTime()
     plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.of(plan)
@@ -107,8 +132,10 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
         if progress is not None and cluster.ended % every == 0:
             progress(cluster.ended, total)
 
+    policies = [pool.engine.policy for pool in plan.pools]
+    knobs = [dict(getattr(policy, "__dict__", {})) for policy in policies]
     cluster = Cluster(env, plan, recorder, on_end=on_end, expected=total)
-    arrivals = Arrivals(env, trace, cluster.give_up)
+    arrivals = Arrivals(env, trace, cluster.give_up, front)
     if progress is None:
         cluster.on_end = arrivals.ended
     try:
@@ -128,6 +155,12 @@ def simulate(trace: Trace, plan: ClusterPlan | Engine, recorder: Recorder, progr
             "a time or a count is beyond 2^63 (ns, tokens or blocks), which no table holds: found costs, memory or "
             "lengths that no machine has"
         ) from error
+    for policy, before in zip(policies, knobs):
+        if getattr(policy, "__dict__", {}) != before:
+            raise SimulationError(
+                f"policy {type(policy).__name__} changed itself during the run; what a policy remembers belongs into a "
+                "state (policies.StatefulPolicy), which every replica and draw gets anew"
+            )
     if cluster.ended != total:
         left = total - cluster.ended
         raise SimulationError(f"{left} requests never ended: the policy left them waiting{_who(cluster)}")

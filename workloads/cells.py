@@ -1,7 +1,6 @@
 """One cell at a time: what a text or value from a file means, or a complaint that says what was expected instead.
 
-This is the careful twin of the fast column readers. It is asked only when they met something that they do not like,
-and it decides; both accept the same things.
+`workloads.reading.columns` converts plain cells by the column and asks here about all others.
 """
 
 from __future__ import annotations
@@ -38,6 +37,9 @@ _DATE = re.compile(
 )
 _EMPTY = {"", "nan", "na", "n/a", "null", "none"}
 _DAY_ONE = datetime.date(1970, 1, 1).toordinal()
+
+
+LIST_EXPECTED = "a list of whole numbers such as [1, 2, 3]"
 
 
 class BadCellError(Exception):
@@ -97,6 +99,11 @@ def _bounds(unit: str) -> tuple[float, str]:
     return most, f"a time as a number{unit and ' of ' + unit} from 0 to {most:.0e}"
 
 
+def most_time(unit: str) -> float:
+    """Largest time of a column in this unit, "" where that is not known yet."""
+    return _TIME_BOUNDS[unit][0]
+
+
 _TIME_BOUNDS = {unit: _bounds(unit) for unit in ("", *NS_PER_UNIT)}
 
 
@@ -107,6 +114,15 @@ def time(cell: object, unit: str) -> float:
     if not 0 <= value <= most:
         raise BadCellError(expected)
     return value
+
+
+def is_number(cell: object) -> bool:
+    """Whether the cell is a finite number."""
+    try:
+        number(cell, "")
+    except BadCellError:
+        return False
+    return True
 
 
 def is_date(cell: object) -> bool:
@@ -138,7 +154,7 @@ def date_ns(cell: object) -> int:
 
 def integers(cell: object) -> list[int]:
     """A list of whole numbers: a list, or a text such as `1 2 3` or `[1, 2, 3]`."""
-    expected = "a list of whole numbers such as [1, 2, 3]"
+    expected = LIST_EXPECTED
     if isinstance(cell, str):
         text = cell.strip()
         try:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from policies.edges.command_line import with_flags
+from policies.edges.declared_settings import with_flags
 from policies.edges.settings import whole_number
-from workloads.reading_options import FLAGS, Arrivals, ReadingOptions
+from workloads.reading_options import FLAGS, ReadingOptions
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="What arrives: request traces."
@@ -87,7 +87,9 @@ def generate(
     duration: Annotated[
         float | None, typer.Option(rich_help_panel="Arrivals", help="Or: for how many seconds they arrive.")
     ] = None,
-    arrivals: Arrivals = None,
+    arrivals: Annotated[
+        str | None, typer.Option("--arrivals", rich_help_panel="Arrivals", help="Arrival process, as poisson:RATE.")
+    ] = None,
     rate: Annotated[
         float | None, typer.Option(rich_help_panel="Ready-made", help="Requests per second, instead of the preset's.")
     ] = None,

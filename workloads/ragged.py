@@ -37,6 +37,10 @@ class RaggedColumn(Sequence[tuple[int, ...]]):
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

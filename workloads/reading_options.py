@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from policies.edges.settings import check_settings
+from policies.edges.declared_settings import check_declared, flags_of, setting
 from workloads.trace import Trace, TraceError
+
+GROUP = "Trace"
 
 
 @dataclass(frozen=True)
@@ -21,22 +22,35 @@ class ReadingOptions:
     trace: the file, where no argument names one. window: START:END in seconds. timeout: a client's patience in seconds.
     """
 
-    trace: str | None = None
-    trace_format: str = "auto"
-    arrivals: str | None = None
-    on_bad_row: str = "fail"
-    on_unsorted: str = "fail"
-    sessions: str = "open"
-    history: str = "in_prompt"
-    coupling: str = "shared"
-    spread_ties: bool = False
-    hash_tokens: int | None = None
-    time_unit: str | None = None
-    timeout: float | None = None
-    window: str | None = None
+    trace: str | None = setting(None, "Trace file, where no argument names it.", flag="")
+    trace_format: str = setting(
+        "auto",
+        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or "
+        "lengths.",
+        group=GROUP,
+    )
+    arrivals: str | None = setting(
+        None,
+        "Not the file's times: poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:USERS,THINK_S, trace:FILE.",
+        group=GROUP,
+    )
+    on_bad_row: str = setting("fail", "fail at a bad row, or skip it and say so.", group=GROUP)
+    on_unsorted: str = setting("fail", "fail where arrivals go back in time, or sort them.", group=GROUP)
+    spread_ties: bool = setting(False, "Spread requests with equal times (seeded).", group=GROUP)
+    sessions: str = setting("open", "open: turns arrive as logged; closed: after the last answer.", group=GROUP)
+    history: str = setting(
+        "in_prompt",
+        "Later turns' prompts hold their session (in_prompt), lack it (add) or never do (none).",
+        group=GROUP,
+    )
+    coupling: str = setting("shared", "ServeGen's prompt and answer lengths: shared or independent draws.", group=GROUP)
+    hash_tokens: int | None = setting(None, "Prompt tokens per prefix hash, if the file is unclear.", group=GROUP)
+    time_unit: str | None = setting(None, "Unit of the file's times: s, ms, us or ns.", group=GROUP)
+    window: str | None = setting(None, "Only arrivals from START:END seconds.", group=GROUP)
+    timeout: float | None = setting(None, "Seconds after which a client gives up.", group=GROUP)
 
     def __post_init__(self) -> None:
-        check_settings(self, TraceError)
+        check_declared(self, TraceError)
 
     def read(self, path: str | os.PathLike[str] | None, seed: int, *, limit: int | None = None) -> Trace:
         """The trace at `path`, or the one that the options name. Raises TraceError."""
@@ -72,50 +86,5 @@ def parse_window(text: str | None) -> tuple[float, float] | None:
     return start, end
 
 
-def _option(flag: str, text: str) -> Any:
-    return typer.Option(flag, help=text, rich_help_panel="Trace")
-
-
-TraceFormat = Annotated[
-    str,
-    _option(
-        "--trace-format",
-        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or "
-        "lengths.",
-    ),
-]
-Arrivals = Annotated[
-    str | None,
-    _option(
-        "--arrivals",
-        "Not the file's times: poisson:RATE, gamma:RATE,CV, uniform:RATE, burst, closed:USERS,THINK_S, trace:FILE.",
-    ),
-]
-OnBadRow = Annotated[str, _option("--on-bad-row", "fail at a bad row, or skip it and say so.")]
-OnUnsorted = Annotated[str, _option("--on-unsorted", "fail where arrivals go back in time, or sort them.")]
-SpreadTies = Annotated[bool, _option("--spread-ties", "Spread requests with equal times (seeded).")]
-Sessions = Annotated[str, _option("--sessions", "open: turns arrive as logged; closed: after the last answer.")]
-History = Annotated[
-    str, _option("--history", "Later turns' prompts hold their session (in_prompt), lack it (add) or never do (none).")
-]
-Coupling = Annotated[str, _option("--coupling", "ServeGen's prompt and answer lengths: shared or independent draws.")]
-HashTokens = Annotated[int | None, _option("--hash-tokens", "Prompt tokens per prefix hash, if the file is unclear.")]
-TimeUnit = Annotated[str | None, _option("--time-unit", "Unit of the file's times: s, ms, us or ns.")]
-Window = Annotated[str | None, _option("--window", "Only arrivals from START:END seconds.")]
-Timeout = Annotated[float | None, _option("--timeout", "Seconds after which a client gives up.")]
-
-FLAGS: Mapping[str, tuple[Any, Any]] = {
-    "trace_format": (TraceFormat, "auto"),
-    "arrivals": (Arrivals, None),
-    "on_bad_row": (OnBadRow, "fail"),
-    "on_unsorted": (OnUnsorted, "fail"),
-    "spread_ties": (SpreadTies, False),
-    "sessions": (Sessions, "open"),
-    "history": (History, "in_prompt"),
-    "coupling": (Coupling, "shared"),
-    "hash_tokens": (HashTokens, None),
-    "time_unit": (TimeUnit, None),
-    "window": (Window, None),
-    "timeout": (Timeout, None),
-}
-"""name -> (annotation, default)"""
+FLAGS = flags_of(ReadingOptions, typer.Option)
+"""Flags of every command that reads a trace: name -> (annotation, default)."""

@@ -52,21 +52,25 @@ def make_attention(
     """
     if name != "auto" and name not in BACKENDS:
         raise ExecutorError(f"attention: found {name!r}, expected one of auto, {', '.join(BACKENDS)}")
+    passed_over = []
     for candidate in BACKENDS if name == "auto" else (name,):
         if name == "auto" and (candidate == "flex" or (candidate in _CUDA_ONLY and device.type != "cuda")):
             continue
-        cls = backend_class(candidate)
-        reason = cls.why_not(spec, device, kv_dtype)
-        if not reason and block_size is not None:
-            reason = cls.why_not_blocks(block_size)
-        if candidate == "native" and not reason and activation_dtype != torch.float32:
-            reason = f"the C++ attention takes float32 activations, these are {activation_dtype}"
-        if not reason and name == "auto" and candidate in _CUDA_ONLY:
-            from executor.checks.self_test import why_attention_fails
+        for cls in backend_class(candidate).forms(device):
+            reason = cls.why_not(spec, device, kv_dtype)
+            if not reason and block_size is not None:
+                reason = cls.why_not_blocks(block_size)
+            if candidate == "native" and not reason and activation_dtype != torch.float32:
+                reason = f"the C++ attention takes float32 activations, these are {activation_dtype}"
+            if not reason and candidate in _CUDA_ONLY and (name == "auto" or len(cls.forms(device)) > 1):
+                from executor.checks.self_test import why_attention_fails
 
-            reason = why_attention_fails(cls, spec, device, kv_dtype, block_size or 16)
-        if not reason:
-            return cls(spec, heads=heads)
-        if name != "auto":
-            raise ExecutorError(f"attention {name}: {reason}")
+                reason = why_attention_fails(cls, spec, device, kv_dtype, block_size or 16)
+            if not reason:
+                backend = cls(spec, heads=heads)
+                backend.passed_over = "; ".join(passed_over)
+                return backend
+            passed_over.append(f"{candidate}: {reason}")
+    if name != "auto":
+        raise ExecutorError("attention " + "; ".join(passed_over))
     raise AssertionError("the reference backend runs everywhere")

@@ -25,6 +25,15 @@ class AttentionBackend(ABC):
 
     name: str
     capturable: bool = False
+    shares_graph_pool: bool = True
+    """Whether graphs of one memory pool may hold it."""
+    passed_over: str = ""
+    """What `auto` tried before it, and why each was not taken."""
+
+    @classmethod
+    def forms(cls, device: torch.device) -> list[type[AttentionBackend]]:
+        """The classes that stand behind the name on this device, best first."""
+        return [cls]
 
     def __init__(self, spec: ModelSpec, *, heads: int | None = None) -> None:
         self.heads = spec.heads if heads is None else heads

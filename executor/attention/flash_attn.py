@@ -1,4 +1,4 @@
-"""FlashAttention, whichever generation imports: all chunks in one variable-length launch, all decodes in another.
+"""FlashAttention, whichever generation runs: all chunks in one variable-length launch, all decodes in another.
 
 Generation 3 is the module `flash_attn_interface` (Hopper), 4 is `flash_attn.cute` (Hopper and Blackwell), 2 the package
 `flash_attn` (Ampere and later), and 1 stands for the copy of 2 that PyTorch carries (`varlen_attn`, paged from 2.12),
@@ -12,9 +12,10 @@ PyTorch's copy is called with num_splits = 1: with more, rows after the first ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +31,47 @@ Attend = Callable[..., Any]
 BLOCKS_OF_2 = 256
 
 
-def find_generation(capability: int) -> tuple[int, str]:
-    """(generation that imports and runs on this compute capability, "") or (0, why none does)."""
-    reasons = []
-    for generation, module, name, lowest, highest in (
-        (3, "flash_attn_interface", "flash_attn_with_kvcache", 90, 90),
-        (4, "flash_attn.cute", "flash_attn_varlen_func", 90, 120),
-        (2, "flash_attn", "flash_attn_varlen_func", 80, 120),
-        (1, "torch.nn.attention.varlen", "varlen_attn_out", 80, 120),
-    ):
+class Generation(NamedTuple):
+    """Where one generation lives. needs: parameters that its function must have; capabilities: lowest, highest."""
+
+    number: int
+    module: str
+    function: str
+    needs: tuple[str, ...]
+    capabilities: tuple[int, int]
+
+
+GENERATIONS = (
+    Generation(3, "flash_attn_interface", "flash_attn_with_kvcache", ("page_table", "cu_seqlens_q"), (90, 90)),
+    # Packages of version 2 carry an early `cute` without these; 12.x has no paged kernel of generation 4.
+    Generation(4, "flash_attn.cute", "flash_attn_varlen_func", ("page_table", "max_seqlen_q", "seqused_k"), (90, 119)),
+    Generation(2, "flash_attn", "flash_attn_varlen_func", ("block_table",), (80, 121)),
+    Generation(1, "torch.nn.attention.varlen", "varlen_attn_out", ("block_table", "num_splits"), (80, 121)),
+)
+"""In the order in which they are tried."""
+
+
+def find_generations(capability: int) -> tuple[list[int], str]:
+    """Generations that import and may run on this compute capability, best first, and why the others do not."""
+    found, reasons = [], []
+    for each in GENERATIONS:
+        lowest, highest = each.capabilities
         if not lowest <= capability <= highest:
-            reasons.append(f"FlashAttention {generation} is for other devices")
+            reasons.append(f"FlashAttention {each.number} is for other devices")
             continue
         try:
-            found = getattr(import_module(module), name)
-            if generation == 1 and "block_table" not in signature(found).parameters:
-                raise AttributeError("varlen_attn has no paging before PyTorch 2.12")
-        except (ImportError, AttributeError, OSError, RuntimeError) as error:
+            parameters = signature(getattr(import_module(each.module), each.function)).parameters
+        except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
             # The package is found even where its compiled half is not: only importing tells.
-            reasons.append(f"{module}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            reasons.append(f"{each.module}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        return generation, ""
-    return 0, "; ".join(reasons)
+        missing = [name for name in each.needs if name not in parameters]
+        if missing:
+            why = "has no paging before PyTorch 2.12" if each.number == 1 else f"has no {missing[0]}"
+            reasons.append(f"{each.module}.{each.function} {why}")
+            continue
+        found.append(each.number)
+    return found, "; ".join(reasons)
 
 
 def _capability(device: torch.device) -> int:
@@ -66,14 +86,20 @@ class FlashAttention(AttentionBackend):
 
     name = "flash_attn"
     capturable = True
+    chosen: ClassVar[int] = 0
+    """The generation that this class stands for; 0: the first that imports."""
 
     def __init__(self, spec: ModelSpec, *, heads: int | None = None, generation: int = 0) -> None:
         super().__init__(spec, heads=heads)
+        generation = generation or self.chosen
         if not generation:
-            generation, reason = find_generation(_capability(torch.device("cuda", torch.cuda.current_device())))
-            if reason:
+            found, reason = find_generations(_capability(torch.device("cuda", torch.cuda.current_device())))
+            if not found:
                 raise ExecutorError(f"attention flash_attn: {reason}")
+            generation = found[0]
         self.generation = generation
+        # Generation 3 plans its work in memory of its own at every call; graphs of one pool would share that memory.
+        self.shares_graph_pool = generation != 3
         self.name = f"flash_attn{generation}"
         self._chunks, self._decodes = self._calls(generation)
 
@@ -88,13 +114,23 @@ class FlashAttention(AttentionBackend):
             return f"FlashAttention takes bfloat16 and float16, not {kv_dtype}"
         if spec.head_dim > 256 or spec.head_dim % 8:
             return f"FlashAttention takes heads of up to 256 in multiples of 8, found {spec.head_dim}"
-        return find_generation(_capability(device))[1]
+        found, reason = find_generations(_capability(device))
+        if cls.chosen:
+            return "" if cls.chosen in found else reason
+        return "" if found else reason
 
     @classmethod
     def why_not_blocks(cls, block_size: int) -> str:
-        if not torch.cuda.is_available() or find_generation(_capability(torch.device("cuda")))[0] > 2:
+        if not torch.cuda.is_available():
             return ""
-        return _blocks_of_2(block_size)
+        found = [cls.chosen] if cls.chosen else find_generations(_capability(torch.device("cuda")))[0]
+        return "" if any(number > 2 for number in found) else _blocks_of_2(block_size)
+
+    @classmethod
+    def forms(cls, device: torch.device) -> list[type[AttentionBackend]]:
+        """A class for each generation that imports: the one that runs is chosen, not the first that imports."""
+        found, _ = find_generations(_capability(device))
+        return [_form(number) for number in found] or [cls]
 
     def attend(self, layer: int, q: Tensor, out: Tensor, step: Step, cache: KVCache) -> None:
         if self.generation <= 2 and (reason := _blocks_of_2(cache.block_size)):
@@ -175,7 +211,7 @@ class FlashAttention(AttentionBackend):
         return chunks, decodes
 
     def _second(self) -> tuple[Attend, Attend]:
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn import flash_attn_varlen_func
 
         same = {"softmax_scale": self.scale, "causal": True, "window_size": self._window(-1)}
 
@@ -193,9 +229,18 @@ class FlashAttention(AttentionBackend):
             )
 
         def decodes(q: Tensor, k: Tensor, v: Tensor, arrays: DeviceArrays) -> Tensor:
-            return flash_attn_with_kvcache(  # type: ignore[no-any-return]
-                q, k, v, cache_seqlens=arrays.decode_length, block_table=arrays.decode_tables, **same
-            )
+            # Not flash_attn_with_kvcache: over pages it reads the longest length back to the host, in every layer.
+            return flash_attn_varlen_func(  # type: ignore[no-any-return]
+                q[:, 0],
+                k,
+                v,
+                cu_seqlens_q=arrays.decode_row,
+                cu_seqlens_k=arrays.decode_start,
+                max_seqlen_q=1,
+                max_seqlen_k=arrays.most_context,
+                block_table=arrays.decode_tables,
+                **same,
+            )[:, None]
 
         return chunks, decodes
 
@@ -249,6 +294,12 @@ class FlashAttention(AttentionBackend):
             return result[0] if isinstance(result, tuple) else result
 
         return chunks, decodes
+
+
+@cache
+def _form(number: int) -> type[AttentionBackend]:
+    """One class a generation, the same at every call: self-tests are remembered by class."""
+    return type(f"FlashAttention{number}", (FlashAttention,), {"chosen": number})
 
 
 def _blocks_of_2(block_size: int) -> str:

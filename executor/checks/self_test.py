@@ -6,10 +6,12 @@ the choosers ask before they take an optimised kernel by themselves, once a proc
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +53,12 @@ class Check:
 
 
 def self_test(
-    device: torch.device, dtype: torch.dtype, spec: ModelSpec | None = None, *, block_size: int = 16
+    device: torch.device,
+    dtype: torch.dtype,
+    spec: ModelSpec | None = None,
+    *,
+    block_size: int = 16,
+    leave_out: tuple[str, ...] = (),
 ) -> list[Check]:
     """Every attention backend and kernel set, on every case. Those that cannot run here are listed with their reason.
 
@@ -62,27 +69,34 @@ def self_test(
     spec = spec or _default_spec(device)
     checks = []
     for name in BACKENDS:
-        cls = backend_class(name)
-        size = 256 if name == "flash_attn" and cls.why_not_blocks(block_size) else block_size
-        reason = cls.why_not(spec, device, dtype)
-        if reason:
-            checks.append(Check(name, "", _name(dtype), float("nan"), TOLERANCE[dtype], False, reason, 0.0))
+        if name in leave_out:
             continue
-        checks += check_attention(cls, spec, device, dtype, size)
+        for cls in backend_class(name).forms(device):
+            # Whoever reads large blocks only is checked with those.
+            size = 256 if name == "flash_attn" and cls.why_not_blocks(block_size) else block_size
+            reason = cls.why_not(spec, device, dtype)
+            if reason:
+                checks.append(Check(name, "", _name(dtype), float("nan"), TOLERANCE[dtype], False, reason, 0.0))
+                continue
+            checks += check_attention(cls, spec, device, dtype, size)
     for name in ("triton", "plain_device"):
         checks += check_kernels(name, device, dtype)
     return checks
 
 
 def _default_spec(device: torch.device) -> ModelSpec:
-    heads, kv_heads, d = (32, 8, 128) if device.type == "cuda" else (4, 2, 16)
+    return _spec_of(*((32, 8, 128) if device.type == "cuda" else (4, 2, 16)))
+
+
+def _spec_of(heads: int, kv_heads: int, head_dim: int) -> ModelSpec:
+    """The least model with such heads."""
     return ModelSpec(
         name="self-test",
         layers=1,
-        hidden=heads * d,
+        hidden=heads * head_dim,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=d,
+        head_dim=head_dim,
         intermediate=64,
         vocab=64,
         max_position=4096,
@@ -231,17 +245,7 @@ def why_attention_fails(
 def _attention_failure(
     cls: type[AttentionBackend], heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype, block_size: int
 ) -> str:
-    spec = ModelSpec(
-        name="self-test",
-        layers=1,
-        hidden=heads[0] * heads[2],
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=heads[2],
-        intermediate=64,
-        vocab=64,
-        max_position=4096,
-    )
+    spec = _spec_of(*heads)
     return _first_failure(check_attention(cls, spec, device, dtype, block_size))
 
 
@@ -307,3 +311,56 @@ def report_lines(checks: list[Check]) -> Iterator[str]:
         state = "ok" if check.passed else "not here" if not check.case else "FAILED"
         detail = check.reason or f"off by {check.error:.2g}, at most {check.tolerance:.2g}"
         yield f"{check.kernel:<12} {check.case:<9} {check.dtype:<9} {state:<8} {detail}"
+
+
+SHAPES = ((32, 8, 128), (9, 3, 64), (16, 16, 256), (28, 4, 128))
+"""Heads, KV heads and head size of Llama-3.1-8B, SmolLM2-135M, Gemma-7B and Qwen2-7B."""
+
+
+def check_shapes(device: torch.device, dtypes: tuple[torch.dtype, ...], block_size: int) -> Iterator[dict[str, Any]]:
+    """`self_test` for several shapes of heads and dtypes; each check says for which.
+
+    flex is left out: it is never chosen by itself, and compiling it for every shape takes minutes.
+    """
+    for dtype in dtypes:
+        for heads, kv_heads, d in SHAPES:
+            spec = _spec_of(heads, kv_heads, d)
+            for check in self_test(device, dtype, spec, block_size=block_size, leave_out=("flex",)):
+                yield {"shape": f"{heads}/{kv_heads} heads of {d}", **check.as_dict()}
+
+
+def print_all(prog_name: str) -> None:
+    """Check everything that can be chosen on a device, and say what failed; exit code 1 if anything did."""
+    import argparse
+
+    from executor.model.loading import pick_device, torch_dtype, use_device
+    from policies.edges.output_file import write_text
+
+    parser = argparse.ArgumentParser(prog_name)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--out", type=Path, help="JSON file for every check")
+    given = parser.parse_args()
+    dtypes = tuple(torch_dtype(name, "--dtypes") for name in given.dtypes.split(","))
+    found: list[dict[str, Any]] = []
+    for check in check_shapes(use_device(pick_device(given.device)), dtypes, given.block_size):
+        found.append(check)
+        if given.out is not None:
+            # Whole after every check: a kernel that hangs takes none of the others with it.
+            plain = [{key: None if value != value else value for key, value in each.items()} for each in found]
+            write_text(given.out, json.dumps(plain, indent=1) + "\n", ExecutorError)
+    failed = [check for check in found if check["case"] and not check["passed"]]
+    for check in failed:
+        why = check["reason"] or f"off by {check['error']:.2g}, at most {check['tolerance']:.2g}"
+        print(f"{check['kernel']} {check['case']} {check['dtype']}, {check['shape']}: {why}")
+    ran = [check for check in found if check["case"]]
+    print(f"{len(ran)} checks of {len({check['kernel'] for check in ran})} kernels, {len(failed)} failed")
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    from policies.edges.command_line import run_command
+
+    run_command(lambda: print_all, "executor.checks.self_test")

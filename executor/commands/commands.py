@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +17,13 @@ from executor.errors import ExecutorError
 from executor.machine.threads import set_threads
 from executor.serving.journal import Journal
 from executor.serving.notes import notes_of_live_run
-from policies.edges.command_line import knob_flags, refuse_flags, tell_notes, with_flags
+from policies.edges.command_line import knob_flags, refuse_flags, tell_notes
+from policies.edges.declared_settings import settings_of, values_of_flags, with_flags
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import knobs_of, policy_class
-from workloads.reading_options import FLAGS, ReadingOptions
+from workloads.reading_options import ReadingOptions
 
 app = typer.Typer(
     name="executor",
@@ -32,90 +33,46 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+_ANSWERS = ("temperature", "top_k", "top_p", "seed")
 _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
-@with_flags(FLAGS)
+@with_flags(o.replay_flags())
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
-    policy: o.PolicyName = "chunked",
-    chunk_size: o.ChunkSize = None,
-    token_budget: o.TokenBudget = None,
-    max_num_seqs: o.MaxNumSeqs = None,
-    ahead: o.Ahead = False,
-    model: o.ModelName = "tiny",
-    device: o.Device = "auto",
-    dtype: o.DType = "auto",
-    kv_dtype: o.KVDType = "auto",
-    kernels: o.KernelSet = "auto",
-    attention: o.Attention = "auto",
-    graphs: o.Graphs = "auto",
-    streams: o.Streams = False,
-    nvtx: o.Nvtx = False,
-    allocator: o.Allocator = "default",
-    threads: o.Threads = None,
-    tp: o.TP = 1,
-    pp: o.PP = 1,
-    layer_split: o.LayerSplit = None,
-    chase_chunks: o.ChaseChunks = False,
-    trim_last_layer: o.Trim = True,
-    max_model_len: o.MaxModelLen = None,
-    block_size: o.BlockSize = 16,
-    num_blocks: o.NumBlocks = None,
-    memory_share: o.MemoryShare = None,
-    watermark: o.Watermark = None,
-    poison: o.Poison = False,
-    prefix_caching: o.PrefixCaching = False,
-    preemption: o.PreemptionKind = "recompute",
-    swap_gib: o.SwapGiB = 1.0,
-    swap_page_mib: o.SwapPage = 16.0,
-    ladder: o.LadderRungs = None,
-    trouble_from: o.TroubleFrom = 0.9,
-    plain_tokens: o.PlainTokens = 8192,
-    risk: o.Risk = 1.0,
-    max_wait_s: o.MaxWait = 60.0,
-    kv_compression: o.KVCompression = None,
-    kv_window: o.KVWindow = 128,
-    time_scale: o.TimeScale = 1.0,
-    as_fast_as_possible: o.AtOnce = False,
-    limit: o.Limit = None,
-    seed: o.Seed = 0,
-    prompts: o.PromptFile = None,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    ignore_eos: o.IgnoreEos = True,
-    warmup: o.Warmup = None,
-    slo: o.Slo = None,
     out: o.Out = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     from_file = _config_file(config) if config is not None else {}
-    values = {**from_file, **_given(ctx)}
+    given = _given(ctx)
+    values = {**from_file, **given, **values_of_flags(LiveConfig, given)}
     unknown = knob_flags(ctx.args)
     if unknown:
-        own = (option for each in ctx.command.params for option in each.opts)
-        refuse_flags(unknown, knobs_of(policy_class(str(values.get("policy", policy)))), own, ExecutorError)
+        refuse_flags(ctx, unknown, knobs_of(policy_class(str(values.get("policy", LiveConfig.policy)))), ExecutorError)
     knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
-    reading = ReadingOptions(**{name: values.pop(name) for name in (*FLAGS, "trace") if values.get(name) is not None})
+    reading = ReadingOptions(
+        **{name: values.pop(name) for name in settings_of(ReadingOptions) if values.get(name) is not None}
+    )
     if values.get("chunk_size") is not None:
         knobs["chunk_size"] = values["chunk_size"]
     values.pop("chunk_size", None)
-    if isinstance(values.get("layer_split"), str):
-        from profiler.specs.layer_split import parse_split
-
-        values["layer_split"] = parse_split(values["layer_split"])
     settings = LiveConfig.from_dict({**values, "knobs": knobs})
     if settings.tp * settings.pp > 1:
         from executor.distributed.worker import serve_if_not_rank_0
 
         serve_if_not_rank_0()
     _refuse_early(settings, out)
+    # By names that mean the same from everywhere.
+    named = {**settings.as_dict(), "trace": reading.recorded(trace)["trace"], "model": _full_name(settings.model)}
+    if config is not None and not anyway:
+        _refuse_other_inputs(config, named)
+    inputs = digests_of(named)
     requests = reading.read(trace, settings.seed, limit=settings.limit)
     notes = tell_notes(notes_of_live_run(settings, requests))
     from executor.serving.replay import load_for, replay_live
@@ -140,6 +97,10 @@ def replay_command(
                 on_ended=journal.ended if journal is not None else None,
             )
     run.config["live"] = {**run.config["live"], **reading.recorded(trace)}
+    if changed := changed_inputs(inputs, digests_of(named)):
+        notes += tell_notes([f"inputs changed while the run went on: {', '.join(changed)}"])
+    run.config["inputs"] = inputs
+    run.config["live"]["model"] = named["model"]
     if out is not None:
         from metrics.run_folder.folder import replaced
 
@@ -154,47 +115,21 @@ def replay_command(
 
 
 @app.command("generate")
+@with_flags(o.live_flags((*_ANSWERS, *o.ENGINE_FLAGS)), model="smollm2")
 def generate_command(
-    model: o.ModelName = "smollm2",
     prompt: Annotated[str | None, typer.Option("--prompt", help="The text to answer.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text instead of answering as a chat.")] = False,
-    temperature: o.Temperature = 0.0,
-    top_k: o.TopK = 0,
-    top_p: o.TopP = 1.0,
-    seed: o.Seed = 0,
-    device: o.Device = "auto",
-    dtype: o.DType = "auto",
-    kernels: o.KernelSet = "auto",
-    attention: o.Attention = "auto",
-    graphs: o.Graphs = "auto",
-    streams: o.Streams = False,
-    nvtx: o.Nvtx = False,
-    threads: o.Threads = None,
     as_json: o.Json = False,
+    **settings: Any,
 ) -> None:
     """Answer one prompt with a model that has a tokenizer (a folder, a .gguf file, or smollm2)."""
     if prompt is None:
         raise ExecutorError("found no prompt: give the text with --prompt")
     from executor.serving.generate import generate
 
-    set_threads(threads)
-    config = LiveConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        kernels=kernels,
-        attention=attention,
-        graphs=graphs,
-        streams=streams,
-        nvtx=nvtx,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        ignore_eos=False,
-        policy="vllm_v1",
-    )
+    set_threads(settings["threads"])
+    config = LiveConfig(**settings, ignore_eos=False, policy="vllm_v1")
     show = None if as_json else lambda piece: print(piece, end="", flush=True)
     answer = generate(prompt, config, max_tokens=max_tokens, chat=not raw, on_text=show)
     if as_json:
@@ -209,43 +144,21 @@ def generate_command(
 
 
 @app.command("bench")
+@with_flags(o.live_flags(o.ENGINE_FLAGS))
 def bench_command(
-    model: o.ModelName = "tiny",
     chunk: Annotated[int, typer.Option("--chunk", help="Prefill tokens of the batch.")] = 448,
     prefix: Annotated[int, typer.Option("--prefix", help="Context already cached before the chunk.")] = 0,
     decodes: Annotated[int, typer.Option("--decodes", help="Requests that decode in the batch.")] = 64,
     context: Annotated[int, typer.Option("--context", help="Context of every decode.")] = 512,
     repeats: Annotated[int, typer.Option("--repeats", help="Measured runs of the batch.", min=1, max=1_000_000)] = 10,
-    device: o.Device = "auto",
-    dtype: o.DType = "auto",
-    kv_dtype: o.KVDType = "auto",
-    kernels: o.KernelSet = "auto",
-    attention: o.Attention = "auto",
-    graphs: o.Graphs = "auto",
-    streams: o.Streams = False,
-    nvtx: o.Nvtx = False,
-    allocator: o.Allocator = "default",
-    threads: o.Threads = None,
-    block_size: o.BlockSize = 16,
     as_json: o.Json = False,
+    **settings: Any,
 ) -> None:
     """Time one batch shape, part by part, beside the machine's own matrix rate."""
     from executor.measuring.bench import bench_batch
 
-    set_threads(threads)
-    config = LiveConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        kernels=kernels,
-        attention=attention,
-        graphs=graphs,
-        streams=streams,
-        nvtx=nvtx,
-        allocator=allocator,
-        block_size=block_size,
-    )
+    set_threads(settings["threads"])
+    config = LiveConfig(**settings)
     result = bench_batch(config, chunk=chunk, prefix=prefix, decodes=decodes, context=context, repeats=repeats)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -274,8 +187,7 @@ def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
 
 def _given(ctx: typer.Context) -> dict[str, Any]:
     """Flags that were given on the command line."""
-    known = {entry.name for entry in fields(LiveConfig)}
-    known |= {"chunk_size", *FLAGS}
+    known = {*settings_of(LiveConfig), *settings_of(ReadingOptions), "chunk_size"}
     # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}
@@ -299,6 +211,20 @@ def _config_file(path: Path) -> dict[str, Any]:
         raise ExecutorError(f"{path}: found no table of settings")
     told = partial(print, "note:", file=sys.stderr)
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
+
+
+def _full_name(name: str) -> str:
+    """A file or folder by its whole path, any other name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _refuse_other_inputs(path: Path, settings: Mapping[str, Any]) -> None:
+    from metrics.run_folder.config_check import refuse_changed_inputs
+    from metrics.run_folder.folder import versions_of
+
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        refuse_changed_inputs(file, settings, versions_of(("charioteer",))["charioteer"], ExecutorError)
 
 
 def _print_run(run: Any, out: Path | None, as_json: bool, notes: list[str]) -> None:

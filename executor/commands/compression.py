@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from executor.commands.options import Device, DType, Json, ModelName, Threads
+from executor.commands import options as o
 from executor.errors import ExecutorError
 from executor.machine.threads import set_threads
+from policies.edges.declared_settings import with_flags
 from policies.edges.input_file import LOG_BYTES, read_text
 
 
@@ -18,22 +19,20 @@ def register(app: typer.Typer) -> None:
     app.command("compression")(compression_command)
 
 
+@with_flags(o.live_flags(("model", "dtype", "device", "threads")), model="smollm2", dtype="float32", device="cpu")
 def compression_command(
     text: Annotated[Path, typer.Argument(help="A text to run through the model.")],
-    model: ModelName = "smollm2",
-    dtype: DType = "float32",
     tokens: Annotated[int, typer.Option(help="Tokens of the text, from its beginning.")] = 1024,
     codings: Annotated[str, typer.Option("--codings", help="kivi, delta, or both with a comma.")] = "kivi,delta",
     bits: Annotated[str, typer.Option("--bits", help="Bits per element: some of 2, 4, 8.")] = "8,4,2",
     group: Annotated[int, typer.Option(help="Tokens packed together: the KV block.")] = 32,
     window: Annotated[int, typer.Option(help="Most recent tokens in full precision.")] = 128,
-    device: Device = "cpu",
-    threads: Threads = None,
     costs: Annotated[
         Path | None,
         typer.Option("--costs", help="Write the measured times here: `simulator replay --kv-compression-cost FILE`."),
     ] = None,
-    as_json: Json = False,
+    as_json: o.Json = False,
+    **settings: Any,
 ) -> None:
     """Measure compressed keys and values on a text: perplexity, logits, bytes and time, beside the full pool."""
     from executor.measuring.compression_error import measure_compression
@@ -46,12 +45,12 @@ def compression_command(
         widths = [int(part) for part in bits.split(",")]
     except ValueError:
         raise ExecutorError(f"--bits: found {bits!r}, expected numbers as 4,2") from None
-    settings = [Compression(coding.strip(), width, group, window) for coding in codings.split(",") for width in widths]
-    set_threads(threads)
+    asked = [Compression(coding.strip(), width, group, window) for coding in codings.split(",") for width in widths]
+    set_threads(settings["threads"])
     loaded = load_model(
-        model,
-        dtype=dtype,
-        device=device,
+        settings["model"],
+        dtype=settings["dtype"],
+        device=settings["device"],
         kernels="torch",
         attention="sdpa",
         max_tokens=tokens,
@@ -59,7 +58,7 @@ def compression_command(
         trim_last_layer=False,
     )
     ids = load_tokenizer(loaded.source).encode(words)[: min(tokens, loaded.max_tokens)]
-    errors = measure_compression(loaded, ids, settings)
+    errors = measure_compression(loaded, ids, asked)
     if costs is not None:
         from executor.measuring.profile_rows import device_name
         from profiler.compression_cost import write_prices

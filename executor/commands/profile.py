@@ -10,23 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.commands.options import (
-    Allocator,
-    Attention,
-    BlockSize,
-    Device,
-    DType,
-    Graphs,
-    Json,
-    KernelSet,
-    KVDType,
-    ModelName,
-    Nvtx,
-    Seed,
-    Streams,
-    Threads,
-)
+from executor.commands import options as o
 from executor.errors import ExecutorError
+from policies.edges.declared_settings import with_flags
 from policies.edges.output_file import check_place
 
 _PANEL = "What to measure"
@@ -36,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("profile")(profile_command)
 
 
+@with_flags(o.live_flags((*o.ENGINE_FLAGS, "seed")))
 def profile_command(
     out: Annotated[Path, typer.Option("--out", help="Profile to write, .parquet or .csv; started again, it goes on.")],
     plan: Annotated[
@@ -54,20 +41,8 @@ def profile_command(
     operators: Annotated[
         bool, typer.Option("--operators/--no-operators", help="Also time a few batches operator by operator.")
     ] = True,
-    model: ModelName = "tiny",
-    device: Device = "auto",
-    dtype: DType = "auto",
-    kv_dtype: KVDType = "auto",
-    kernels: KernelSet = "auto",
-    attention: Attention = "auto",
-    graphs: Graphs = "auto",
-    streams: Streams = False,
-    nvtx: Nvtx = False,
-    allocator: Allocator = "default",
-    threads: Threads = None,
-    block_size: BlockSize = 16,
-    seed: Seed = 0,
-    as_json: Json = False,
+    as_json: o.Json = False,
+    **settings: Any,
 ) -> None:
     """Measure whole iterations as a live run executes them; `python -m profiler fit` turns the profile into costs."""
     if out.suffix not in (".parquet", ".csv"):
@@ -81,7 +56,9 @@ def profile_command(
     planned = (
         read_plan(plan)
         if plan is not None
-        else make_plan(Region.of_bounds(chunk=max_chunk, decodes=max_decodes, context=max_context), seed=seed)
+        else make_plan(
+            Region.of_bounds(chunk=max_chunk, decodes=max_decodes, context=max_context), seed=settings["seed"]
+        )
     )
     if budget is not None:
         planned = replace(planned, budget_s=seconds_of(budget, "--budget"))
@@ -91,29 +68,16 @@ def profile_command(
     from executor.measuring.measure_plan import measure_plan, unsure_by_fit
     from executor.serving.replay import load_for
 
-    set_threads(threads)
+    set_threads(settings["threads"])
     loaded = load_for(
-        LiveConfig(
-            model=model,
-            device=device,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            kernels=kernels,
-            attention=attention,
-            seed=seed,
-            graphs=graphs,
-            streams=streams,
-            nvtx=nvtx,
-            allocator=allocator,
-            block_size=block_size,
-        ),
+        LiveConfig(**settings),
         planned.longest + 8,
     )
     profile = measure_plan(
         loaded,
         planned,
         out,
-        block_size=block_size,
+        block_size=settings["block_size"],
         operators=operators,
         adapt=unsure_by_fit if adapt else None,
         progress=None if as_json else Spoken(),

@@ -27,7 +27,6 @@ from executor.serving.runner import Runner
 from policies import Scheduler, make_policy
 
 _NOT_YET = (
-    ("ahead", False, "--async"),
     ("kv_compression", None, "--kv-compression"),
     ("ladder", None, "--ladder"),
     ("preemption", "recompute", "--preemption"),
@@ -58,6 +57,8 @@ def check_sharded(config: LiveConfig) -> None:
     for name, plain, flag in _NOT_YET:
         if getattr(config, name) != plain:
             raise ExecutorError(f"{flag} with --tp {config.tp} --pp {config.pp}: not with several ranks; leave it out")
+    if config.ahead:
+        raise ExecutorError(f"--async with --tp {config.tp} --pp {config.pp}: not with several ranks; leave it out")
     if getattr(make_policy(config.policy, config.knobs), "async_scheduling", False):
         raise ExecutorError(f"async_scheduling with --tp {config.tp} --pp {config.pp}: not with several ranks")
     if config.graphs == "on":

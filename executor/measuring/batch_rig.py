@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,7 +73,6 @@ class Script:
 class Scripted(Policy):
     """Decodes everybody, admits exactly whom the script names and adds its dummy rows. Not a policy to serve with."""
 
-    repeats: ClassVar[bool] = False
     script: Script = field(default_factory=lambda: Script())
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
@@ -126,6 +125,7 @@ class BatchRig(LiveEngine):
             block_size=block_size,
             max_model_len=longest,
             by_id=True,
+            max_num_seqs=max(256, most_requests),
         )
         cache = loaded.new_cache(scheduler.ledger.total_blocks, block_size)
         generator = torch.Generator(device=cache.pool.device).manual_seed(seed)
@@ -263,6 +263,11 @@ class BatchRig(LiveEngine):
         batch = self.scheduler.plan(self._admit())
         if batch is None:
             raise ExecutorError("a planned batch cannot be set up: nothing was granted")
+        if len(batch.shape.chunks) < len(wanted):
+            raise ExecutorError(
+                f"a planned batch cannot be set up: {len(wanted)} chunks were asked for beside {batch.shape.decodes} "
+                f"decodes, {len(batch.shape.chunks)} were granted (at most {self.scheduler.max_num_seqs} requests)"
+            )
         self._launch(batch, None)
         self._complete(self._flights.popleft())
         assert self._timing is not None

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -39,18 +40,23 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A CUDA graph; all graphs of a process share one memory pool, as they never run at the same time."""
+    """A CUDA graph; all graphs of a process share one memory pool, as they never run at the same time.
+
+    own_pool: for kernels that keep something in it from one replay to the next.
+    """
 
     _pool: Any = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_pool: bool = False) -> None:
+        self._own_pool = own_pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
         if CudaCapture._pool is None:
             CudaCapture._pool = torch.cuda.graph_pool_handle()
         # thread_local: while a worker captures, the main thread may go on planning and pinning memory.
-        with torch.cuda.graph(self._graph, pool=CudaCapture._pool, capture_error_mode="thread_local"):
+        pool = None if self._own_pool else CudaCapture._pool
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             return run()
 
     def replay(self) -> None:
@@ -188,6 +194,8 @@ class GraphedModel:
         self.model, self.cache, self.buckets, self.most_bytes = model, cache, buckets, most_bytes
         self.counts = Counts()
         self.executed_rows = 0
+        if new_capture is CudaCapture and not model.attention.shares_graph_pool:
+            new_capture = partial(CudaCapture, own_pool=True)
         self._new_capture = new_capture
         self._graphs: OrderedDict[Sizes, _Graph] = OrderedDict()
 

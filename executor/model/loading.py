@@ -143,6 +143,7 @@ class Loaded:
             "activation_dtype": str(self.model.kernels.activation_dtype).removeprefix("torch."),
             "kernels": self.model.kernels.name,
             "attention": self.model.attention.name,
+            **({"passed_over": self.model.attention.passed_over} if self.model.attention.passed_over else {}),
             "trim_last_layer": self.model.trim_last_layer,
             "threads": torch.get_num_threads(),
             "graphs": self.graphs,

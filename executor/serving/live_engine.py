@@ -206,6 +206,8 @@ class LiveEngine:
         if (alarm is None and self.arrivals.next_ns == NEVER) or (scheduler.queues.waiting and alarm is None):
             ended = scheduler.reject_stuck(self.now_ns())
             if ended is not None:
+                if ended.status == "finished":
+                    self.runner.release(ended)
                 self._end(ended)
                 return
         until = min(self.arrivals.next_ns, alarm or NEVER, self._give_up[0][0] if self._give_up else NEVER)

@@ -12,6 +12,7 @@ import typer
 def register(app: typer.Typer) -> None:
     app.command("calibrate")(calibrate_command)
     app.command("host-time")(host_time_command)
+    app.command("gpu-day")(gpu_day_command)
 
 
 def calibrate_command(
@@ -41,6 +42,9 @@ def calibrate_command(
     max_num_seqs: Annotated[int, typer.Option(help="Most requests admitted at once.")] = 32,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     seed: Annotated[int, typer.Option(help="Of weights, prompts, trace and plan.", min=0)] = 0,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on in --out although the model or Charioteer has changed since.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Self-test, ceilings, profile, fit, live replay under two policies, report, and a fitted model to ship."""
@@ -77,7 +81,7 @@ def calibrate_command(
         prompt=prompt,
         output=output,
     )
-    result = calibrate(what, out, Say(as_json))
+    result = calibrate(what, out, Say(as_json), anyway=anyway)
     if as_json:
         print(json.dumps(as_dict(result), indent=2))
         return
@@ -113,3 +117,44 @@ def host_time_command(
             f"host {row['host_s'] * 1e3:8.3f} ms, {row['wall_s'] / row['rows'] * 1e6:8.2f} \u00b5s a row"
         )
     print(f"figure: {written[1]}")
+
+
+def gpu_day_command(
+    out: Annotated[Path, typer.Option(help="Folder; with the tars of earlier calls in it, the day goes on.")] = Path(
+        "gpu-day"
+    ),
+    limit: Annotated[str, typer.Option(help="Time of this call, as 480s.")] = "480s",
+    model: Annotated[str, typer.Option(help="Model of calibration and replay.")] = "llama-3.1-8b",
+    calibrate: Annotated[str, typer.Option(help="Budget of the calibration.")] = "150s",
+    requests: Annotated[int, typer.Option(help="Requests of the Azure replay.", min=1)] = 200,
+    stages: Annotated[
+        str, typer.Option(help="Only these stages, done or not: tests,calibrate", show_default="what is not done")
+    ] = "",
+    wheels: Annotated[Path, typer.Option(help="Folder of wheels that this Python lacks.")] = Path("wheels"),
+    runner: Annotated[
+        str, typer.Option(help="How a module is started; tests.fake_gpu stands for a device.", show_default="python -m")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
+) -> None:
+    """Tests, self-tests, calibration, and a replay with its prediction: in calls of minutes, one tar a stage."""
+    import shlex
+    import sys
+
+    from executor.commands.profile import seconds_of
+    from experiments.calibration.device_day import DayPlan, DeviceDay, table_of
+    from experiments.validation.command import Say, names_in
+
+    plan = DayPlan(
+        model=model,
+        calibrate_s=seconds_of(calibrate, "--calibrate"),
+        requests=requests,
+        runner=tuple(shlex.split(runner)) or (sys.executable, "-m"),
+        wheels=tuple(sorted(wheels.glob("*.whl"))),
+    )
+    day = DeviceDay(plan, out, Say(as_json))
+    states = day.run(seconds_of(limit, "--limit"), names_in(stages) if stages else ())
+    if as_json:
+        print(json.dumps(states, indent=2))
+        return
+    for line in table_of(states):
+        print(line)

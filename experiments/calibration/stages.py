@@ -44,10 +44,10 @@ class Calibration:
     output: str = "lognormal:96,0.8,4,400"
 
 
-def calibrate(what: Calibration, out: Path, say: Callable[[str], None]) -> Result:
+def calibrate(what: Calibration, out: Path, say: Callable[[str], None], *, anyway: bool = False) -> Result:
     """Every stage that is not done yet; raises ExperimentError if a kernel that is in use gives wrong answers."""
     out.mkdir(parents=True, exist_ok=True)
-    validation = Validation(settings_of(what, out), out / "validation", say=say)
+    validation = Validation(settings_of(what, out), out / "validation", anyway=anyway, say=say)
     checks = self_tests(validation, out, say)
     validation.ceilings()
     ceilings = _measured_ceilings(out)

@@ -12,7 +12,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
-from policies.edges.command_line import tell_notes
+from policies.edges.command_line import refuse_unknown_flags, tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
 
@@ -27,10 +27,11 @@ REQUESTS, DRAWS, TOLERANCE = 1000, 5, 0.01
 
 
 def register(app: typer.Typer) -> None:
-    app.command("capacity")(capacity)
+    app.command("capacity", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(capacity)
 
 
 def capacity(
+    ctx: typer.Context,
     trace: Annotated[Path | None, typer.Argument(help="Trace file; without one, --prompt and --output.")] = None,
     slo: Annotated[str, typer.Option(help="Objective, bounds in seconds.")] = "ttft_p99=2,tbt_p99=0.2",
     attainment: Annotated[
@@ -79,7 +80,10 @@ def capacity(
     from experiments.capacity.search import Objective
     from experiments.running.early_notes import notes_of_search
     from experiments.running.task_runners import make_engine
+    from policies.edges.declared_settings import settings_of
+    from simulator.config import ReplayConfig
 
+    refuse_unknown_flags(ctx, settings_of(ReplayConfig), ExperimentError)
     if report is not None:
         from metrics.html_report import require_plotly
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.errors import ExperimentError
 from experiments.running.workload import load_workload
+from policies.edges.input_digests import digests_of
 
 if TYPE_CHECKING:
     from workloads import Trace
@@ -72,11 +73,11 @@ def draw_plan(
 
 def draw_of(plan: Mapping[str, Any], number: int) -> Trace:
     """Draw `number` of a plan."""
-    return _draw(json.dumps(dict(plan), sort_keys=True), number)
+    return _draw(json.dumps(dict(plan), sort_keys=True), number, tuple(digests_of(dict(plan)).items()))
 
 
 @lru_cache(maxsize=32)
-def _draw(plan_text: str, number: int) -> Trace:
+def _draw(plan_text: str, number: int, inputs: tuple[tuple[str, str], ...]) -> Trace:
     from workloads.generating.arrival_processes import retimed
     from workloads.generating.random_streams import random_stream
 

@@ -11,6 +11,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from policies.edges.command_line import tell_notes
+from policies.edges.distinct_names import distinct_names, file_forms
 
 if TYPE_CHECKING:
     from profiler.measurements.profile import Profile
@@ -65,10 +66,11 @@ def coverage(
     if not 0 < rate_scale < float("inf"):
         raise ExperimentError(f"--rate-scale: found {rate_scale}, expected a number above 0")
     traces = trace or [TRACES / f"azure2023_{name}.parquet" for name in ("conv", "code")]
-    workloads = {path.stem: read_trace(path, limit=limit) for path in traces}
+    names = distinct_names([str(path) for path in traces], file_forms)
+    workloads = {name: read_trace(path, limit=limit) for name, path in zip(names, traces)}
     tell_notes(f"{name}: {note}" for name, workload in workloads.items() for note in workload.notes)
     reports = {}
-    for name in profile or ["rtx4090", "rtxpro6000"]:
+    for name in dict.fromkeys(profile or ["rtx4090", "rtxpro6000"]):
         measured, gpu = _profile(name)
         found = measure_coverage(
             measured,

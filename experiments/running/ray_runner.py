@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import ExperimentError
-from experiments.running.task_runners import Tasks, named_files, placed, project_root
+from experiments.running.task_runners import Tasks, placed_together, project_root
 from experiments.running.tasks import Result, Task, one_thread_each, perform
+from policies.edges.input_digests import changed_inputs, digests_of, named_files, parts_of
 from policies.edges.user_code import PACKAGES
 
 _AHEAD = 2
@@ -23,7 +24,7 @@ class RayEngine:
         try:
             import ray
         except ImportError:
-            raise ExperimentError("--engine ray: Ray is not installed; pip install 'charioteer[ray]'") from None
+            raise ExperimentError("--engine ray: Ray is not installed: pip install ray") from None
         modules = [str(project_root() / name) for name in sorted(PACKAGES) if (project_root() / name).is_dir()]
         environment = {"py_modules": modules, "env_vars": {"OMP_NUM_THREADS": "1"}}
         try:
@@ -53,11 +54,16 @@ class RayEngine:
             while True:
                 while len(flying) < room and (item := next(waiting, None)) is not None:
                     number, task = item
-                    names = list(dict.fromkeys(named_files(task)))
-                    for name in names:
+                    if changed := changed_inputs(task.get("inputs") or {}, digests_of({**task, "inputs": None})):
+                        yield number, _failed(f"found inputs that changed while the work went on: {', '.join(changed)}")
+                        continue
+                    # The other node has the content under another name: it was looked at here.
+                    sent = {key: value for key, value in task.items() if key != "inputs"}
+                    files = {name: parts_of(name) for name in named_files(sent)}
+                    for name, parts in files.items():
                         if name not in kept:
-                            kept[name] = ray.put(Path(name).read_bytes())
-                    flying[remote.remote(dict(task), names, *(kept[name] for name in names))] = number
+                            kept[name] = ray.put({part.name: part.read_bytes() for part in parts})
+                    flying[remote.remote(sent, list(files), *(kept[name] for name in files))] = number
                 if not flying:
                     return
                 ready, _ = ray.wait(list(flying), num_returns=1)
@@ -71,29 +77,36 @@ class RayEngine:
         try:
             result: Result = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            lost = f"Ray lost the task: {type(error).__name__}"
-            return {"status": "failed", "error": lost, "result": {}, "wall_s": 0.0}
+            return _failed(f"Ray lost the task: {type(error).__name__}")
         return result
 
     def close(self) -> None:
         self._ray.shutdown()
 
 
-def _perform_with_files(task: Task, names: list[str], *contents: bytes) -> Result:
+def _failed(error: str) -> Result:
+    return {"status": "failed", "error": error, "result": {}, "wall_s": 0.0}
+
+
+def _perform_with_files(task: Task, names: list[str], *contents: Mapping[str, bytes]) -> Result:
     """Do a task on another node: files that it names are written to a place of this node first."""
     one_thread_each()
-    places = {name: _placed(name, content) for name, content in zip(names, contents)}
+    places = {name: _placed(name, parts) for name, parts in zip(names, contents)}
     return perform(_renamed(task, places))
 
 
-def _placed(name: str, content: bytes) -> str:
+def _placed(name: str, contents: Mapping[str, bytes]) -> str:
+    """Where the files behind a name lie on this node; contents: name within their folder -> bytes."""
     here = Path(name)
+    folder = here if here.name not in contents else here.parent
     try:
-        if here.read_bytes() == content:
+        if all((folder / part).read_bytes() == content for part, content in contents.items()):
             return name
     except OSError:
         pass
-    return placed(here.name, content)
+    if here.name in contents:
+        return placed_together(contents, here.name)
+    return str(Path(placed_together(contents, next(iter(contents)))).parent)
 
 
 def _renamed(value: Any, places: Mapping[str, str]) -> Any:

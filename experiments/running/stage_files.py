@@ -11,11 +11,6 @@ from policies.edges import input_file
 from policies.edges.output_file import write_text
 
 
-def file_name(label: str) -> str:
-    """A label as part of a path."""
-    return "".join(character if character.isalnum() or character in "-_." else "-" for character in label)
-
-
 def write_json(file: Path, content: Any) -> None:
     """Whole or not at all; NaN becomes null."""
     from metrics.run_folder.folder import json_ready

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from experiments.errors import ExperimentError
 from experiments.running.tasks import Result, Task, error_line, perform
@@ -168,32 +168,33 @@ def project_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def named_files(value: Any) -> list[str]:
-    """Existing files that a task names, alone or as part of a text such as `policy.py:Class` or `empirical:FILE`."""
-    if isinstance(value, Mapping):
-        return [name for inner in value.values() for name in named_files(inner)]
-    if isinstance(value, list):
-        return [name for inner in value for name in named_files(inner)]
-    if not isinstance(value, str) or not value:
-        return []
-    parts = dict.fromkeys((value, value.partition(":")[2], value.rpartition(":")[0]))
-    return [part for part in parts if part and Path(part).suffix and Path(part).is_file()]
-
-
 def placed(name: str, content: bytes) -> str:
     """A file of this name and content in the temporary folder, made once and shared by all who need the same."""
-    digest = hashlib.sha256(content).hexdigest()[:16]
+    return placed_together({name: content}, name)
+
+
+def placed_together(contents: Mapping[str, bytes], first: str) -> str:
+    """Files that belong together, in one folder; the path of `first`. A fitted model finds its arrays beside it.
+
+    contents: name -> bytes. The same files are one place, made once.
+    """
+    each = sorted((re.sub(r"[/\0]", "_", name)[-200:], content) for name, content in contents.items())
+    digest = hashlib.sha256()
+    for name, content in each if len(each) > 1 else ():
+        digest.update(f"{name} {len(content)} ".encode() + hashlib.sha256(content).digest())
+    mark = (digest if len(each) > 1 else hashlib.sha256(each[0][1])).hexdigest()[:16]
     ours = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}"
     ours.mkdir(mode=0o700, exist_ok=True)
     status = ours.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         # Policies are among these files: nobody else may put one there.
         raise ExperimentError(f"{ours}: found a folder that others can write to or own; remove it, or set TMPDIR")
-    folder = ours / digest
+    folder = ours / mark
     folder.mkdir(exist_ok=True)
-    target = folder / re.sub(r"[/\0]", "_", name)[-200:]  # a model's own name may hold a slash
-    if not target.exists():
-        scratch = folder / f".{os.getpid()}.part"
-        scratch.write_bytes(content)
-        os.replace(scratch, target)
-    return str(target)
+    for name, content in each:
+        target = folder / name  # a model's own name may hold a slash
+        if not target.exists():
+            scratch = folder / f".{os.getpid()}.part"
+            scratch.write_bytes(content)
+            os.replace(scratch, target)
+    return str(folder / re.sub(r"[/\0]", "_", first)[-200:])

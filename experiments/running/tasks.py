@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from experiments.errors import ExperimentError
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.user_code import PACKAGES, place_in_user_code, raised_in_ours
 
 Task = Mapping[str, Any]
@@ -34,6 +36,7 @@ def perform(task: Task) -> Result:
 
     began = time.perf_counter()
     try:
+        _refuse_other_inputs(task)
         module, _, name = KINDS[task["kind"]].partition(":")
         work: Callable[[Task], Result] = getattr(import_module(module), name)
         done: Result = {"status": "ok", "error": "", "result": json_ready(work(task))}
@@ -43,6 +46,18 @@ def perform(task: Task) -> Result:
             done["traceback"] = traceback.format_exc()
     done["wall_s"] = time.perf_counter() - began
     return done
+
+
+def with_inputs(task: Task) -> dict[str, Any]:
+    """The same task, with what it is made from: the digest of every file that it names."""
+    return {**task, "inputs": digests_of({key: value for key, value in task.items() if key != "inputs"})}
+
+
+def _refuse_other_inputs(task: Task) -> None:
+    """Files may be edited between the moment when a task was made and the one when it is done."""
+    if expected := task.get("inputs"):
+        if changed := changed_inputs(expected, digests_of({**task, "inputs": None})):
+            raise ExperimentError(f"found inputs that changed while the work went on: {', '.join(changed)}")
 
 
 def is_ours(error: BaseException) -> bool:

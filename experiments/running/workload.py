@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from experiments.errors import ExperimentError
+from policies.edges.input_digests import digests_of
 
 if TYPE_CHECKING:
     from workloads import Trace
@@ -27,11 +28,12 @@ def load_workload(settings: Mapping[str, Any]) -> Trace:
 
     Raises TraceError for a bad file or value, ExperimentError for settings that do not go together.
     """
-    return _cached(json.dumps(dict(settings), sort_keys=True))
+    return _cached(json.dumps(dict(settings), sort_keys=True), tuple(digests_of(dict(settings)).items()))
 
 
 @lru_cache(maxsize=8)
-def _cached(text: str) -> Trace:
+def _cached(text: str, inputs: tuple[tuple[str, str], ...]) -> Trace:
+    """inputs: digests of the files that the settings name; an edited trace is another one."""
     settings = json.loads(text)
     timeout_s, first, limit = (settings.pop(key, None) for key in ("timeout_s", "first", "limit"))
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):

@@ -44,6 +44,9 @@ def sweep(
     ray_address: RayAddressOption = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the points in.")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed points again.")] = False,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Keep finished points although their inputs have changed.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Run every point of a sweep, on this machine or on Ray; started again, it goes on where it was."""
@@ -64,7 +67,7 @@ def sweep(
     notes = tell_notes(notes_of_sweep(spec))
     with Progress("sweep", "points", quiet=as_json) as progress:
         try:
-            folder = run_sweep(spec, target, engine=chosen, retry_failed=retry_failed, report=progress)
+            folder = run_sweep(spec, target, engine=chosen, retry_failed=retry_failed, anyway=anyway, report=progress)
         except KeyboardInterrupt:
             print(f"interrupted; finished points are kept in {target}, the same command goes on", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -76,6 +79,7 @@ def sweep(
     if as_json:
         counts = {"table": str(table), "points": len(rows), "failed": len(failed)}
         print(json.dumps({**counts, "notes": notes, "rows": rows}, indent=2))
+        _refuse_success(rows, failed)
         return
     from rich.console import Console
 
@@ -87,6 +91,13 @@ def sweep(
     for error, count in Counter(row["error"] for row in failed).most_common(5):
         tell(f"{count} failed: {error}")
     tell(f"{len(rows)} points in {table}")
+    _refuse_success(rows, failed)
+
+
+def _refuse_success(rows: Sequence[object], failed: Sequence[Mapping[str, Any]]) -> None:
+    """A sweep whose points all failed found nothing."""
+    if failed and len(failed) == len(rows):
+        raise ExperimentError(f"all {len(rows)} points failed, the first with: {failed[0]['error']}")
 
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:

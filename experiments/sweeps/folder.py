@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.errors import ExperimentError
-from experiments.sweeps.axes import SweepSpec
+from experiments.sweeps.axes import SweepSpec, task_of
+from metrics.run_folder.folder import versions_of
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import read_json
 from policies.edges.output_file import whole_file, write_text
 
@@ -33,6 +35,7 @@ class SweepFolder:
         self.spec = spec
         self.results: dict[int, dict[str, Any]] = {}
         self._points = self.path / "points"
+        self._version = versions_of(("charioteer",))["charioteer"]
         self._claim()
         self._read(retry_failed)
 
@@ -81,9 +84,32 @@ class SweepFolder:
             if not (retry_failed and content["status"] == "failed"):
                 self.results[number] = content
 
-    def add(self, number: int, values: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """Keep one finished point; when this returns it is on the disk."""
+    def refuse_other_inputs(self) -> None:
+        """Raises ExperimentError where a finished point was made from other files than there are now, or by another
+        version: its row would stand beside rows of other inputs."""
+        version = self._version
+        for number, content in sorted(self.results.items()):
+            then = content.get("inputs")
+            if not isinstance(then, dict):
+                found = ["it does not say from which inputs"]
+            else:
+                now = digests_of({**task_of(self.spec, content["values"]), "inputs": None})
+                found = changed_inputs(then, now)
+                found += [f"{name} (is there no more)" for name in then if name not in now]
+                if content.get("version") != version:
+                    found.append(f"charioteer ({content.get('version')} then, {version} now)")
+            if found:
+                raise ExperimentError(
+                    f"{self.path}: point {number} was made from other inputs: {', '.join(found)}; choose another "
+                    "--out, or take --anyway to keep such points beside new ones"
+                )
+
+    def add(
+        self, number: int, values: Mapping[str, Any], result: Mapping[str, Any], inputs: Mapping[str, str] | None = None
+    ) -> None:
+        """Keep one finished point; when this returns it is on the disk. inputs: digests of what it was made from."""
         content = {"point": number, "values": dict(values), **result}
+        content |= {"inputs": dict(inputs or {}), "version": self._version}
         write_text(self._points / f"{number:06d}.json", json.dumps(content), ExperimentError, sync=True)
         self.results[number] = content
 

@@ -11,6 +11,7 @@ from typing import Any
 from experiments.errors import ExperimentError
 from experiments.running.task_runners import placed
 from experiments.running.workload import load_workload
+from policies.edges.input_digests import digests_of
 
 FACTS = ("num_blocks", "max_model_len", "slots", "cost_kind")
 """What a row takes from the run's config beside its summary."""
@@ -34,12 +35,14 @@ def replay_config(task: Mapping[str, Any]) -> Any:
     for kind, key in (("model", "model"), ("hardware", "gpu")):
         if changes := task.get(kind):
             base = values.get(key, ReplayConfig.__dataclass_fields__[key].default)
-            values[key] = _changed(kind, str(base), json.dumps(changes, sort_keys=True))
+            values[key] = _changed(
+                kind, str(base), json.dumps(changes, sort_keys=True), tuple(digests_of(str(base)).items())
+            )
     return ReplayConfig.from_dict(values)
 
 
 @lru_cache(maxsize=256)
-def _changed(kind: str, base: str, changes: str) -> str:
+def _changed(kind: str, base: str, changes: str, inputs: tuple[tuple[str, str], ...]) -> str:
     """A TOML file of the base with some facts changed; under another name, so that no fitted model is taken for it.
 
     Facts that equal the base's own change nothing: a grid through the datasheet's value keeps the fitted costs there.
@@ -48,7 +51,7 @@ def _changed(kind: str, base: str, changes: str) -> str:
 
     load: Callable[[str], Any] = load_model_spec if kind == "model" else load_hardware
     spec = load(base)
-    known = {field.name for field in fields(spec)} - {"name"}
+    known = {field.name for field in fields(spec)} - {"name", "kernels_of", "own_link"}
     facts = asdict(spec)
     for name, value in json.loads(changes).items():
         outer, _, inner = name.partition(".")
@@ -58,12 +61,13 @@ def _changed(kind: str, base: str, changes: str) -> str:
         if inner and not isinstance(facts[outer] or {}, Mapping):
             raise ExperimentError(f"{kind}.{name}: {outer} of {spec.name} is no table, expected {kind}.{outer}")
         facts[outer] = {**(facts[outer] or {}), inner: value} if inner else value
-    facts.pop("name")
-    file = placed(f"{spec.name}-changed.toml", _toml(facts).encode())
-    return base if replace(load(file), name=spec.name) == spec else file
+    # What follows from other facts, or from the file that they stand in, is no key of a file.
+    derived = {name: facts.pop(name) for name in ("name", "kernels_of", "own_link") if name in facts}
+    file = placed(f"{spec.name}-changed.toml", facts_as_toml(facts).encode())
+    return base if replace(load(file), **derived) == spec else file
 
 
-def _toml(facts: Mapping[str, Any]) -> str:
+def facts_as_toml(facts: Mapping[str, Any]) -> str:
     """A flat table as TOML; None means that the key is absent."""
     return "".join(f"{name} = {_value(value)}\n" for name, value in facts.items() if value is not None)
 

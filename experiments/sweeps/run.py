@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.errors import ExperimentError
 from experiments.running.task_runners import Engine, ThisProcess
+from experiments.running.tasks import with_inputs
 from experiments.sweeps.axes import Axis, SweepSpec, Values, applicable, enumerate_points, task_of
 from experiments.sweeps.folder import SweepFolder
 
@@ -25,13 +26,19 @@ def run_sweep(
     *,
     engine: Engine | None = None,
     retry_failed: bool = False,
+    anyway: bool = False,
     report: Report | None = None,
 ) -> SweepFolder:
     """Run every point that `out` does not hold yet and write out/sweep.parquet. engine: this process by default.
 
-    Raises ExperimentError for a folder that holds something else; a point that fails is a row with its error.
+    anyway: keep points whose trace, policy, costs or other files, or whose version of Charioteer, were others.
+
+    Raises ExperimentError for a folder that holds something else, or points of other inputs; a point that fails is a
+    row with its error.
     """
     folder = SweepFolder(out, spec, retry_failed=retry_failed)
+    if not anyway:
+        folder.refuse_other_inputs()
     engine = engine or ThisProcess()
     try:
         if spec.method == "optuna":
@@ -54,10 +61,12 @@ def _run_missing(
             failed = sum(result["status"] == "failed" for result in folder.results.values())
             report(len(folder.results), total, failed)
 
-    missing = {number: task_of(spec, values) for number, values in points.items() if number not in folder.results}
+    missing = {
+        number: with_inputs(task_of(spec, values)) for number, values in points.items() if number not in folder.results
+    }
     tell()
     for number, result in engine.run(missing) if missing else ():
-        folder.add(number, points[number], result)
+        folder.add(number, points[number], result, missing[number]["inputs"])
         tell()
 
 
@@ -75,7 +84,7 @@ def _proposals(spec: SweepSpec, folder: SweepFolder) -> Iterator[dict[int, Value
     try:
         import optuna
     except ImportError:
-        raise ExperimentError("method optuna: Optuna is not installed; pip install 'charioteer[ray]'") from None
+        raise ExperimentError("method optuna: Optuna is not installed: pip install optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=spec.seed, n_startup_trials=max(10, spec.batch))
     study = optuna.create_study(direction=spec.direction, sampler=sampler)

@@ -11,6 +11,7 @@ import typer
 
 from experiments.errors import ExperimentError
 from policies.edges.command_line import tell_notes
+from policies.edges.distinct_names import folder_name
 from policies.edges.output_file import check_place
 from policies.edges.settings import whole_number
 
@@ -105,6 +106,9 @@ def validate(
         Path | None,
         typer.Option("--report", help="Also write one HTML file with timelines and requests to explore."),
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on in --out although trace, policies or model have changed since.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Hold predictions beside live runs, and say how far they can be trusted."""
@@ -179,9 +183,10 @@ def validate(
         ensemble=ensemble,
         trace_format=trace_format,
     )
-    target = out or Path("runs") / f"validate-{trace.name.partition('.')[0]}"
+    day = trace.name.removesuffix(".gz").rpartition(".")[0] or trace.name
+    target = out or Path("runs") / f"validate-{folder_name(day)}"
     say = Say(as_json)
-    validation = Validation(settings, target, profile=profile, say=say)
+    validation = Validation(settings, target, profile=profile, anyway=anyway, say=say)
     notes = tell_notes(validation.trace.notes)
     result = validation.run()
     written = write_report(result, target)
@@ -276,6 +281,9 @@ def validate_full(
     ] = "300s",
     seed: Annotated[int, typer.Option(help="Of weights, prompts and plan.", min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder. The same one goes on.")] = Path("runs/validate-full"),
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Go on in --out although trace, policies or model have changed since.")
+    ] = False,
 ) -> None:
     """Validate models x traces x policies x loads: hours, resumable, one report over all."""
     from executor.commands.profile import seconds_of
@@ -304,7 +312,7 @@ def validate_full(
         ],
     )
     try:
-        validate_all(parts, out, Say(False))
+        validate_all(parts, out, Say(False), anyway=anyway)
     except KeyboardInterrupt:
         print(f"interrupted; what is done is kept in {out}, the same command goes on", file=sys.stderr)
         raise typer.Exit(130) from None

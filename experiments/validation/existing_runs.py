@@ -12,7 +12,7 @@ import numpy as np
 from experiments.errors import ExperimentError
 from experiments.running.report_document import Block, Bullets, Heading, Picture, Table, Text, write_document
 from experiments.validation.comparing.batch_agreement import Agreement, agreement, scheduler_of
-from experiments.validation.comparing.fed_with_measured_times import Fed, feed, why_not_fed
+from experiments.validation.comparing.fed_with_measured_times import Fed, feed, model_of_run, why_not_fed
 from experiments.validation.comparing.live_side import PolicyChoice
 from experiments.validation.comparing.statistics import Comparison, Iterations, compare
 from experiments.validation.other_engines import OtherRun, read_other_run
@@ -142,12 +142,13 @@ def config_of_run(run: RunTables, path: Path) -> ReplayConfig:
                 f"{path}: found a live run of {config['policy']} with --ahead, expected one without: the simulator "
                 "plans ahead under policies with the knob async_scheduling alone"
             )
-        knobs["async_scheduling"] = True
+    if "async_scheduling" in knobs:
+        knobs["async_scheduling"] = bool(config.get("ahead"))
     split = config.get("layer_split")
     return ReplayConfig(
         policy=str(config["policy"]),
         knobs=knobs,
-        model=str(config["model"]),
+        model=model_of_run(config),
         tp=int(config.get("tp") or 1),
         pp=int(config.get("pp") or 1),
         layer_split=tuple(split) if split else None,

@@ -13,6 +13,7 @@ from experiments.validation.comparing.settings import Settings
 from experiments.validation.comparing.statistics import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
 from experiments.validation.pages.report import MARKS, in_short, ranked_as_told, trust, write_report
 from experiments.validation.stages import Validation
+from policies.edges.distinct_names import distinct_names, file_forms, folder_names
 
 if TYPE_CHECKING:
     from experiments.validation.comparing.result import Result
@@ -40,10 +41,13 @@ class ModelShare:
 
 
 def parts_of(base: Settings, traces: Sequence[Path], shares: Sequence[ModelShare]) -> list[Part]:
-    """Every model with every trace; the quick ones first."""
+    """Every model with every trace; the quick ones first. Their names are folders within the one of the whole."""
+    models = distinct_names([share.model for share in shares])
+    days = distinct_names([str(trace) for trace in traces], file_forms)
+    names = iter(folder_names([f"{model}-{day}" for model in models for day in days]))
     return [
         Part(
-            f"{share.model}-{trace.name.partition('.')[0]}",
+            next(names),
             replace(
                 base,
                 trace=str(trace),
@@ -57,7 +61,9 @@ def parts_of(base: Settings, traces: Sequence[Path], shares: Sequence[ModelShare
     ]
 
 
-def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -> list[tuple[Part, Result]]:
+def validate_all(
+    parts: Sequence[Part], out: Path, say: Callable[[str], None], *, anyway: bool = False
+) -> list[tuple[Part, Result]]:
     """Each part in its own folder; what is done is not done again. The overall report is written after every part, so
     that an interrupted run leaves one too."""
     done: list[tuple[Part, Result]] = []
@@ -66,7 +72,7 @@ def validate_all(parts: Sequence[Part], out: Path, say: Callable[[str], None]) -
         def say_part(text: str, number: int = number, part: Part = part) -> None:
             say(f"[{number + 1} of {len(parts)}, {part.name}] {text}")
 
-        result = Validation(part.settings, out / part.name, say=say_part).run()
+        result = Validation(part.settings, out / part.name, anyway=anyway, say=say_part).run()
         write_report(result, out / part.name)
         done.append((part, result))
         write_overall(done, out, len(parts))

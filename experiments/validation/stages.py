@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from experiments.errors import ExperimentError
-from experiments.running.stage_files import file_name, read_json, write_json
+from experiments.running.stage_files import read_json, write_json
+from experiments.sweeps.point import facts_as_toml
 from experiments.validation.comparing.batch_agreement import agreement, scheduler_of
 from experiments.validation.comparing.fed_with_measured_times import feed, why_not_fed
 from experiments.validation.comparing.live_side import LiveSide, PolicyChoice
@@ -25,6 +27,7 @@ from experiments.validation.comparing.pipeline_bubbles import compare_bubbles
 from experiments.validation.comparing.result import Result
 from experiments.validation.comparing.settings import Settings, claim_folder, load_name, slice_of
 from experiments.validation.comparing.statistics import Iterations, compare, rank, shapes_of_run
+from policies.edges.distinct_names import folder_names
 from policies.edges.input_file import parse_json, read_text
 from policies.edges.output_file import write_text
 from profiler.iterations.flicker import Later
@@ -44,17 +47,25 @@ class Validation:
     """The stages of one validation, in order; `run` goes through all of them."""
 
     def __init__(
-        self, settings: Settings, out: Path, *, profile: Path | None = None, say: Say = lambda text: None
+        self,
+        settings: Settings,
+        out: Path,
+        *,
+        profile: Path | None = None,
+        anyway: bool = False,
+        say: Say = lambda text: None,
     ) -> None:
         self.settings, self.out, self.say = settings, Path(out), say
         self.policies = [PolicyChoice.parse(text) for text in settings.policies]
+        labels = [policy.label for policy in self.policies]
+        self._places = dict(zip(labels, folder_names(labels)))
         self._given_profile = profile
         self._began = time.monotonic()
         self.trace = slice_of(settings)
         self.live_side = LiveSide(settings.engine, self.trace.longest)
         if profile is not None and settings.engine.is_sharded:
             raise ExperimentError("--profile: a pipeline measures its own stages; leave it out")
-        claim_folder(self.out, settings, profile)
+        claim_folder(self.out, settings, profile, anyway)
 
     def run(self) -> Result:
         """Every stage that is not done yet, then the comparison."""
@@ -179,7 +190,7 @@ class Validation:
         for load in self.settings.loads:
             trace = self._at(capacity, load)
             for policy in self.policies:
-                folder = self._folder(load) / "simulated" / file_name(policy.label)
+                folder = self._folder(load) / "simulated" / self._places[policy.label]
                 ensemble = folder.with_name(folder.name + ".ensemble.json")
                 if ensemble.exists():
                     continue
@@ -242,7 +253,7 @@ class Validation:
         for load in self.settings.loads:
             trace = self._at(capacity, load)
             for policy in self.policies:
-                folder = self._folder(load) / "simulated" / file_name(policy.label)
+                folder = self._folder(load) / "simulated" / self._places[policy.label]
                 predicted = read_run(folder)
                 draws = read_json(folder.with_name(folder.name + ".ensemble.json"))["summaries"]
                 runs, at_probed_speed, at_live_speed = [], [], []
@@ -250,7 +261,7 @@ class Validation:
                     run = read_run(self._live_folder(repeat, load, policy))
                     name = _turn(policy, load, repeat)
                     result.agreements[name] = agreement(run, trace, scheduler_of(run, model))
-                    result.fed[name] = why_not_fed(run) or feed(run, trace, model)
+                    result.fed[name] = why_not_fed(run) or feed(run, trace, model, self._model())
                     residuals.append(Iterations.of(run, model))
                     own, gauge = residuals[-1].slowness, self._gauge_file(repeat, load, policy)
                     if (gauged := gauged_speed(gauge, model)) is not None:
@@ -296,7 +307,7 @@ class Validation:
         return ReplayConfig(
             policy=policy.name,
             knobs=policy.knobs,
-            model=engine.model,
+            model=self._model(),
             gpu=str(self.out / "device.toml"),
             dtype=self._dtype(),
             token_budget=engine.token_budget,
@@ -309,6 +320,11 @@ class Validation:
             pp=engine.pp,
         )
 
+    def _model(self) -> str:
+        """What the simulator takes for the model: its name, or the shape that was written down when it was loaded."""
+        written = sorted((self.out / "model").glob("*.toml"))
+        return str(written[0]) if written else self.settings.engine.model
+
     def _dtype(self) -> str:
         return str(read_json(self.out / "ceilings.json")["dtype"])
 
@@ -318,6 +334,11 @@ class Validation:
         if not file.exists():
             found, table = self.live_side.ceilings()
             write_text(self.out / "device.toml", table, ExperimentError)
+            spec = self.live_side.loaded.spec
+            if Path(self.settings.engine.model).exists():
+                # A folder or a GGUF file: its own name may be another model's, and nobody else's readers know it.
+                facts = {name: value for name, value in asdict(spec).items() if name != "name"}
+                write_text(self.out / "model" / f"{spec.name}.toml", facts_as_toml(facts), ExperimentError)
             write_json(file, {**found.as_dict(), "max_model_len": self.live_side.max_model_len})
 
     def _later(self, capacity: float, load: float) -> Later:
@@ -368,7 +389,7 @@ class Validation:
         return self.out / f"load-{load:g}"
 
     def _live_folder(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
-        return self._folder(load) / "live" / f"{file_name(policy.label)}-{repeat + 1}"
+        return self._folder(load) / "live" / f"{self._places[policy.label]}-{repeat + 1}"
 
     def _gauge_file(self, repeat: int, load: float, policy: PolicyChoice) -> Path:
         folder = self._live_folder(repeat, load, policy)

@@ -152,11 +152,16 @@ def make_bench(
     gpu: str | None = None,
     tp: int | None = None,
     terms: Mapping[str, Any] | None = None,
+    engine: str | Path = "none",
+    p2p: bool | None = None,
 ) -> Bench:
     """Find the costs for a run: a profile folder of LLMServingSim, a profile or model file, or what ships for the GPU.
 
     profile: by default the folder of the same GPU and model below the public profiles. model: by default the run's own.
+    engine, terms: as `load_cost_model` takes them; the scheduler's settings stay the run's. p2p: whether the node's
+    GPUs reach each other directly, as the card's table says by default.
     """
+    from profiler.operators.named_engines import load_engine
     from profiler.specs.hardware import load_hardware
     from profiler.specs.model_config import load_model_spec
 
@@ -165,10 +170,17 @@ def make_bench(
     degree = tp or int(run.settings()["tp"])
     where = Path(profile) if profile is not None else _profile_beside(run)
     hardware = load_hardware(gpu) if gpu else _hardware_of(run, where)
+    if p2p is not None:
+        hardware = replace(hardware, p2p=p2p)
     fit, source = _fit_of(where, hardware, degree)
+    if degree > 1 and not hardware.p2p:
+        source += ", no p2p: all-reduces CALIBRATED on RTXPRO6000/Qwen3-32B"
+    named = load_engine(engine)
+    if named.name != "none":
+        source += f", engine {named.label}"
     graph = {"graph_padding": run.largest_graph > 0, "largest_graph": max(run.largest_graph, 1)}
-    engine = EngineTerms.from_mapping({**fit.terms, **graph, **(terms or {})})
-    return Bench(run, fit, spec, hardware, degree, engine, source)
+    all_terms = EngineTerms.from_mapping({**fit.terms, **named.terms, **graph, **(terms or {})})
+    return Bench(run, fit, spec, hardware, degree, all_terms, source)
 
 
 def _hardware_of(run: VllmRun, profile: Path | None) -> Hardware:

@@ -28,18 +28,25 @@ def fidelity(
     gpu: Annotated[str | None, typer.Option(help="GPU name; the run's own by default.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree; the run's own by default.")] = None,
     term: Annotated[list[str] | None, typer.Option(help="Change a term of the costs, e.g. kernel_gap_us=1.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine whose terms are added: vllm:0.19, ..., or a TOML file.")] = "none",
+    p2p: Annotated[
+        bool | None, typer.Option("--p2p/--no-p2p", help="GPUs of the node reach each other directly.")
+    ] = None,
     ablation: Annotated[bool, typer.Option(help="One line for each effect switched off or on.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for over-time tables and figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
     """Mean and percentiles of TTFT, TPOT and E2E: simulated, measured, error. Nothing is fitted on the runs."""
+    from experiments.errors import ExperimentError
     from experiments.vllm.fidelity import make_bench
     from profiler.measurements.facts import VLLM_RUNS
+    from profiler.operators.engine_terms import parse_terms
 
     folders = run or sorted(path.parent for path in VLLM_RUNS.glob("*/*/requests.parquet"))
     reports = []
+    terms = parse_terms(term or [], ExperimentError)
     for folder in folders:
-        bench = make_bench(folder, profile=profile, model=model, gpu=gpu, tp=tp, terms=_terms(term or []))
+        bench = make_bench(folder, profile=profile, model=model, gpu=gpu, tp=tp, terms=terms, engine=engine, p2p=p2p)
         result = bench.replay()
         rows = _ablation(bench, result) if ablation else []
         reports.append(_report(bench, result, rows))
@@ -53,21 +60,6 @@ def fidelity(
         from metrics.run_folder.folder import json_ready
 
         print(json.dumps(json_ready(reports if len(reports) > 1 else reports[0]), indent=2))
-
-
-def _terms(texts: list[str]) -> dict[str, Any]:
-    from experiments.errors import ExperimentError
-
-    terms: dict[str, Any] = {}
-    for text in texts:
-        key, mark, value = text.partition("=")
-        try:
-            terms[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            mark = ""
-        if not mark:
-            raise ExperimentError(f"--term: found {text!r}, expected name=value, e.g. uneven_contexts=false")
-    return terms
 
 
 def _ablation(bench: Bench, base: Fidelity) -> list[dict[str, Any]]:
@@ -104,7 +96,10 @@ def _print(bench: Bench, result: Fidelity, rows: list[dict[str, Any]]) -> None:
 
     calibrated = bench.fit.provenance.get("calibrated_on")
     print(f"{result.run.name}: {len(result.run.requests)} requests; costs from {bench.source}", end="")
-    print(f", CALIBRATED on {calibrated}" if calibrated else ", nothing fitted on the run")
+    if calibrated:
+        print(f", CALIBRATED on {calibrated}")
+    else:
+        print("" if "CALIBRATED" in bench.source else ", nothing fitted on the run")
     for line in _not_its_own(result.costs):
         print(f"  {line}")
     print(f"  {'':10}" + "".join(f"{name:>26}" for name in STATISTICS))

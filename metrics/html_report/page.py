@@ -113,7 +113,7 @@ def _asset(name: str) -> str:
 def require_plotly() -> None:
     """Raise MetricsError if no report can be written, so that a long run need not end in that."""
     if find_spec("plotly") is None:
-        raise MetricsError("--report: Plotly is not installed; pip install 'charioteer[report]'")
+        raise MetricsError("--report: Plotly is not installed: pip install plotly")
 
 
 def _plotly() -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from metrics.run_folder.columns import MetricsError
+from policies.edges.input_digests import changed_inputs, digests_of
+from policies.edges.input_file import read_json
 from policies.edges.settings import check_value
 
 AS_WRITTEN = "as_written"
@@ -34,7 +36,19 @@ _COUNTS = (
     "devices_per_replica",
     "seed",
 )
-_TABLES = ("knobs", "replay", "live", "memory", "peaks", "model_flops", "model_bytes", "cluster", "trace", "versions")
+_TABLES = (
+    "inputs",
+    "knobs",
+    "replay",
+    "live",
+    "memory",
+    "peaks",
+    "model_flops",
+    "model_bytes",
+    "cluster",
+    "trace",
+    "versions",
+)
 _NAMES = ("world", "policy", "gpu", "cost_model", "cost_kind")
 _LIFE = {"replica": (int,), "pool": (int,), "ordered_s": (float,), "down_s": (float, _NONE)}
 
@@ -63,6 +77,32 @@ def settings_of_run(config: Mapping[str, Any], table: str, file: Path, error: ty
                     f"change it in `{table}`"
                 )
     return dict(settings)
+
+
+def refuse_changed_inputs(file: Path, settings: Mapping[str, Any], now: str, error: type[Exception]) -> None:
+    """Raise `error` where a run is to be made again from files, or by a version, that are not those it was made from.
+
+    file: its config.json. settings: of the new run; a file that the old one did not name is no change. now: version.
+    """
+    config = read_json(file, error)
+    then = dict(config.get("inputs") or {})
+    trace = config.get("trace")
+    provenance = trace.get("provenance") if isinstance(trace, Mapping) else None
+    path = settings.get("trace")
+    if isinstance(provenance, Mapping) and isinstance(path, str) and not path.endswith(".gz"):
+        # Runs that were made in Python name their trace here alone.
+        same = Path(str(provenance.get("path"))).absolute() == Path(path).absolute()
+        if same and provenance.get("sha256"):
+            then.setdefault(path, provenance["sha256"])
+    found = changed_inputs(then, digests_of(settings))
+    version = (config.get("versions") or {}).get("charioteer")
+    if version not in (None, now):
+        found.append(f"charioteer ({version} then, {now} now)")
+    if found:
+        raise error(
+            f"{file}: was made from other inputs: {', '.join(found)}; bring them back, or take --anyway to run with "
+            "what is there now"
+        )
 
 
 def _digest(value: Any) -> str:

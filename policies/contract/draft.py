@@ -243,7 +243,7 @@ class Draft:
 
     def only_for_now(self) -> None:
         """Say that this plan followed from the time or from an estimate: asked a moment later, with nothing else
-        changed, the policy might plan otherwise. It keeps a policy that `repeats` true to its promise."""
+        changed, the policy might plan otherwise. It keeps a policy true to its promises."""
         self.only_now = True
 
     def wait_until(self, at_ns: Ns) -> None:

@@ -1,14 +1,15 @@
 """What a policy is: a frozen dataclass of knobs whose `plan` writes on a draft.
 
-It keeps no state and mutates nothing but the draft, so one object drives simulator and executor alike, and a run can be
-repeated from its knobs. The class attributes say what a command needs to know of it: a paper, a memory rule, defaults.
+The object never changes, so it drives simulator and executor, all replicas and all draws, and a run can be repeated
+from its knobs. What a policy remembers is a value of its own (`StatefulPolicy`), made anew for each of these. The class
+attributes say what a command needs to know of it: a paper, a memory rule, defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from policies.contract.draft import Draft
@@ -33,26 +34,52 @@ class MemoryRule:
     watermark: float = 0.0
 
 
+@dataclass(frozen=True)
+class Promises:
+    """What a policy promises of plans that repeat, which then need not be made one by one. No promise is always right.
+
+    decodes: if the last plan was one whole cohort, preempted nobody, and since then nobody arrived, ended or was freed,
+        it would be planned again. This opens leaps over equal iterations.
+    chunks: the same for a plan of all that runs, one whole cohort (or none) and a chunk of one prompt: with the next
+        chunk of that prompt, of the same size, while the prompt lacks more than that and blocks suffice.
+    micro_batches: the first promise for one micro-batch of several: if its last plan was one whole cohort, nothing else
+        is free to be planned, and since then nobody arrived, was admitted, sampled a first token or ended.
+    keeps_running: as long as anybody is admitted and nothing is in flight, a plan grants something, now or at a moment
+        that it names, and leaves somebody admitted: nobody is ended for want of anything to plan.
+    """
+
+    decodes: bool = False
+    chunks: bool = False
+    micro_batches: bool = False
+    keeps_running: bool = False
+
+
+UNCONCERNED = frozenset(
+    ("answers_together", "default_max_num_seqs", "default_token_budget", "largest_chunk", "new_state", "plans_ahead")
+)
+"""Methods that a subclass may define without losing the promises that it would inherit: no plan depends on them."""
+
+
 class Policy:
     """Base of all policies; a subclass is a frozen dataclass whose fields are its knobs.
 
-    repeats: the promise that opens leaps over equal iterations: if the last plan was one whole cohort, preempted
-        nobody, and since then nobody arrived, ended or was freed, it would be planned again. False is always safe.
-    repeats_chunks: the same promise for a plan of all that runs, one whole cohort (or none) and a chunk of one prompt:
-        with the next chunk of that prompt, of the same size, while the prompt lacks more than that and blocks suffice.
-    repeats_in_pipelines: the first promise for one micro-batch of several: if its last plan was one whole cohort,
-        nothing else is free to be planned, and since then nobody arrived, was admitted, sampled a first token or ended.
-    keeps_running: the promise that as long as anybody is admitted and nothing is in flight, a plan grants something,
-        now or at a moment that it names, and leaves somebody admitted: nobody is ended for want of anything to plan.
+    promises: what it promises of plans that repeat. A class that defines `plan`, or another method that a plan may
+        depend on, inherits none: it states its own.
     paper: where the rule comes from. memory: the memory rule of its system.
     """
 
-    repeats: ClassVar[bool] = False
-    repeats_chunks: ClassVar[bool] = False
-    repeats_in_pipelines: ClassVar[bool] = False
-    keeps_running: ClassVar[bool] = False
+    promises: ClassVar[Promises] = Promises()
     paper: ClassVar[str] = ""
     memory: ClassVar[MemoryRule] = MemoryRule()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for base in cls.__mro__:
+            if "promises" in vars(base):
+                return
+            if any(_matters(name, value) for name, value in vars(base).items()):
+                cls.promises = Promises()
+                return
 
     def plan(self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns) -> None:
         """Ask the draft for the next batch. A pure function of its arguments, apart from what it asks for."""
@@ -64,6 +91,13 @@ class Policy:
         A request whose KV comes from a prefill pool is given so much room before the KV is sent.
         """
         return 0
+
+    def plans_ahead(self, *, on_gpu: bool, stages: int, speculation: str = "") -> bool:
+        """Whether its system plans the next batch before the running one returns, on such an engine.
+
+        stages: of its pipeline. speculation: the method that drafts tokens (`ngram`, `eagle`, ...); empty for none.
+        """
+        return False
 
     @property
     def answers_together(self) -> bool:
@@ -81,6 +115,45 @@ class Policy:
     def default_max_num_seqs(self) -> int | None:
         """Most admitted requests where the user gives none; None for no limit but memory."""
         return 256
+
+
+def _matters(name: str, value: object) -> bool:
+    """Whether a plan may depend on what a class defines under a name: methods and properties, but for a few."""
+    return not name.startswith("__") and name not in UNCONCERNED and (callable(value) or hasattr(value, "__get__"))
+
+
+class Served(NamedTuple):
+    """Work done since the last plan: prompt tokens computed (those computed again too), output tokens delivered."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class StatefulPolicy(Policy):
+    """A policy that remembers: `new_state` makes its memory anew for every replica, draw and run, and `plan` gets it as
+    its last argument and may change it.
+
+    counts_by: the field of a request (slo, session, priority) by which served work is counted for it.
+    """
+
+    counts_by: ClassVar[str] = "slo"
+
+    def new_state(self) -> Any:
+        """What it remembers, as it is before the first plan."""
+        raise TypeError(f"{type(self).__name__} has no new_state(): a policy with a state makes it")
+
+    def plan(  # type: ignore[override]
+        self, queues: Queues, draft: Draft, kv: KVView, host: Host, now_ns: Ns, state: Any
+    ) -> None:
+        """`Policy.plan`, with its state."""
+        raise TypeError(f"{type(self).__name__} has no plan(): a policy defines one")
+
+    def hear(self, state: Any, served: Mapping[Any, Served]) -> None:
+        """Called before a plan with what was served since the last one, by the requests' `counts_by`.
+
+        Plans that a promise covers are not made, so many iterations may be heard of at once: hearing of two one after
+        the other has to come to the same as hearing of their sum.
+        """
 
 
 def knob(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from heapq import heappop, heappush
 
 from policies.contract.host import Host
 from policies.work.cohort import Cohort
+from policies.work.request import Ns
 from policies.work.track import Track
 
 
 class Queues:
     """Read-only to policies.
 
-    waiting: arrival order, preempted requests in front. prefill_tokens: prompt tokens (and tokens to recompute) not yet
+    waiting: in the order in which requests came, those of in_front first (preempted, or with KV that was handed over).
+    prefill_tokens: prompt tokens (and tokens to recompute) not yet
     planned, over waiting and running. decode_tokens_promised: declared output tokens not yet planned.
     num_running: admitted requests, those in flight included. running_by_slo: how many of them per SLO class.
     changes: grows whenever somebody arrives, is admitted, samples a first token, stops or ends, or blocks are freed.
@@ -28,10 +30,13 @@ class Queues:
         "_chase_decodes",
         "_cohorts",
         "_in_line",
+        "_lined_up",
+        "_named",
         "_partial",
         "changes",
         "decode_tokens_promised",
         "in_flight_batches",
+        "in_front",
         "in_host_memory",
         "num_running",
         "parts",
@@ -42,6 +47,7 @@ class Queues:
 
     def __init__(self, host: Host) -> None:
         self.waiting: deque[Track] = deque()
+        self.in_front: set[Track] = set()
         # Admission order: cohorts, and prompts half done. One list for all, in flight or not; whoever changes it calls
         # `parts_changed`.
         self.parts: list[Cohort | Track] = []
@@ -58,9 +64,11 @@ class Queues:
         self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
         self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
+        self._named: Collection[str | None] | None = None
         # A heap, with entries of those who have left until they come to its top, and who waits now.
-        self._by_priority: list[tuple[int, int, int, Track]] | None = None
-        self._in_line: set[int] = set()
+        self._by_priority: list[tuple[int, int, int, int, Track]] | None = None
+        self._in_line: set[Track] = set()
+        self._lined_up = 0
 
     @property
     def running(self) -> list[Cohort | Track]:
@@ -114,12 +122,22 @@ class Queues:
 
     @property
     def waiting_by_class(self) -> Mapping[tuple[int, str | None], deque[Track]]:
-        """`waiting` by (priority, SLO class), each in the same order: what a policy needs to find the next of a class
-        without looking through a long queue. Kept up to date from the first call on."""
-        if self._by_class is None:
-            self._by_class = {}
+        """`waiting` by (priority, SLO class): what a policy needs to find the next of a class without looking through a
+        long queue. Kept up to date from the first call on.
+
+        In each class those who were put in front (`in_front`) come first, as in `waiting`; all others are sorted by
+        arrival, so that they can be searched. `waiting` itself is in the order in which requests came to this replica:
+        one that comes late, because another replica died or its prefix was fetched, stands at its end.
+        """
+        return self.waiting_by(None)
+
+    def waiting_by(self, named: Collection[str | None] | None) -> Mapping[tuple[int, str | None], deque[Track]]:
+        """`waiting_by_class` where only the classes in `named` (None: all) stand apart, and all others together under
+        None: with a class for every tenant there would be as many as requests. Pass the same object each time."""
+        if self._by_class is None or self._named is not named:
+            self._by_class, self._named = {}, named
             for track in self.waiting:
-                self._class_of(track).append(track)
+                self._put_in_class(track)
         return self._by_class
 
     @property
@@ -131,9 +149,9 @@ class Queues:
             for track in self.waiting:
                 self._line_up(track)
         heap, in_line = self._by_priority, self._in_line
-        while heap[0][2] not in in_line:
+        while heap[0][4] not in in_line:
             heappop(heap)
-        return heap[0][3]
+        return heap[0][4]
 
     # Books kept by the scheduler
 
@@ -146,7 +164,7 @@ class Queues:
         self.waiting.append(track)
         self.changes += 1
         if self._by_class is not None:
-            self._class_of(track).append(track)
+            self._put_in_class(track)
         if self._by_priority is not None:
             self._line_up(track)
 
@@ -154,6 +172,7 @@ class Queues:
         """In front of all but those who hold blocks already, because their KV was handed over: these need no more room,
         and would only keep it from others."""
         self.changes += 1
+        self.in_front.add(track)
         _put_in(self.waiting, track)
         if self._by_class is not None:
             _put_in(self._class_of(track), track)
@@ -162,13 +181,14 @@ class Queues:
 
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
+        self.in_front.discard(track)
         self.changes += 1
         if self._by_class is not None:
             of_class = self._class_of(track)
             _take_out(of_class, track)
             if not of_class:
-                del self._by_class[track.request.priority, track.request.slo]
-        self._in_line.discard(track.request.id)
+                del self._by_class[self._key_of(track)]
+        self._in_line.discard(track)
 
     def count_running(self, track: Track, change: int) -> None:
         self.num_running += change
@@ -183,12 +203,28 @@ class Queues:
     def _line_up(self, track: Track) -> None:
         assert self._by_priority is not None
         request = track.request
-        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, track))
-        self._in_line.add(request.id)
+        # Numbered, because a request that starts over after its replica died is another track with the same entry.
+        self._lined_up += 1
+        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, self._lined_up, track))
+        self._in_line.add(track)
+
+    def _put_in_class(self, track: Track) -> None:
+        """Behind all of its class that arrived before; nearly always that is at the end."""
+        queue = self._class_of(track)
+        at = len(queue)
+        if track not in self.in_front:
+            arrival_ns = track.request.arrival_ns
+            while at and queue[at - 1] not in self.in_front and queue[at - 1].request.arrival_ns > arrival_ns:
+                at -= 1
+        queue.insert(at, track)
 
     def _class_of(self, track: Track) -> deque[Track]:
         assert self._by_class is not None
-        return self._by_class.setdefault((track.request.priority, track.request.slo), deque())
+        return self._by_class.setdefault(self._key_of(track), deque())
+
+    def _key_of(self, track: Track) -> tuple[int, str | None]:
+        slo = track.request.slo
+        return track.request.priority, slo if self._named is None or slo in self._named else None
 
 
 def _put_in(queue: deque[Track], track: Track) -> None:
@@ -204,11 +240,16 @@ def _take_out(queue: deque[Track], track: Track) -> None:
     if queue[0] is track:
         queue.popleft()
         return
-    # All but preempted requests stand in order of arrival: looked up, not compared one by one.
-    arrival_ns = track.request.arrival_ns
-    at = bisect_left(queue, arrival_ns, key=lambda other: other.request.arrival_ns)
-    for near in range(at, min(at + 64, len(queue))):
-        if queue[near] is track:
-            del queue[near]
-            return
-    queue.remove(track)
+    # Nearly all stand in order of arrival, at one moment of rows: looked up, not compared one by one.
+    # Whoever was put in front, or came late from another replica, is not found that way and is looked for below.
+    request = track.request
+    at = bisect_left(queue, (request.arrival_ns, request.id), key=_by_arrival)
+    if at < len(queue) and queue[at] is track:
+        del queue[at]
+    else:
+        queue.remove(track)
+
+
+def _by_arrival(track: Track) -> tuple[Ns, int]:
+    request = track.request
+    return request.arrival_ns, request.id

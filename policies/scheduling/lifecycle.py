@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from policies.contract.draft import UNLIMITED
+from policies.contract.draft import UNLIMITED, Draft
 from policies.edges.errors import PolicyError
 from policies.kv_memory.swap import Preemption
 from policies.scheduling.handover import Handover
@@ -130,10 +130,17 @@ class Roster(Lockstep):
     def reject_stuck(self, now_ns: Ns) -> Track | None:
         """End the head of the queue: nothing is in flight, no alarm is set, and the policy still plans nothing.
 
-        It is rejected, or failed if it has delivered tokens already (it cannot come back after a preemption).
+        First comes whoever is done and waits for a batch of which nobody is left: its blocks may be what is missing.
+        The head is rejected, or failed if it has delivered tokens already (it cannot come back after a preemption).
         """
         queues = self.queues
-        if queues.in_flight_batches or self.alarm_ns is not None or not queues.waiting:
+        if queues.in_flight_batches or self.alarm_ns is not None:
+            return None
+        if self.withheld and not queues.num_running:
+            done, _ = self.withheld.pop(next(iter(self.withheld)))
+            self._finish(done, now_ns)
+            return done
+        if not queues.waiting:
             return None
         # Blocks of a hand-over will be free one day; who is expected and has none yet waits as the head does.
         if self.handover.held or any(track.blocks for track in self.handover.expected.values()):
@@ -202,12 +209,16 @@ class Roster(Lockstep):
         queues.prefill_tokens += track.own_known - kept - unplanned
         queues.enqueue_in_front(track)
 
+    def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
+        """Let the policy write on a draft."""
+        raise NotImplementedError
+
     # Inside
 
     @staticmethod
     def _unplanned(track: Track) -> int:
         """Tokens of a track that have to be prefilled and are not planned yet."""
-        if track.cohort is not None or track.closing:
+        if track.cohort is not None or track.closing or track.status == "withheld":
             return 0
         return track.own_known - max(track.own_context, track.computed)
 
@@ -217,8 +228,8 @@ class Roster(Lockstep):
             cohort = track.cohort
             self._leave_running(track)
             self._forget(track, 0)
-            # It owes nothing more, and lacks nothing, but keeps its slot and blocks.
-            track.limit_after, track.own_known = track.produced, track.own_context
+            # It runs no more and will ask for nothing, but keeps its blocks.
+            self.queues.count_running(track, -1)
             track.closing, track.status, track.last_token_ns = False, "withheld", now_ns
             # Tokens that are computed for it in flight are dropped.
             track.epoch += 1
@@ -227,7 +238,7 @@ class Roster(Lockstep):
 
     def _return_answers(self, now_ns: Ns) -> list[Track]:
         """End the withheld requests of batches in which nobody decodes any more."""
-        all_done = self.queues.num_running == len(self.withheld)
+        all_done = not self.queues.num_running
         ended = [
             track
             for track, cohort in self.withheld.values()
@@ -255,7 +266,8 @@ class Roster(Lockstep):
         """Work that a request leaving for good will not ask for."""
         queues = self.queues
         queues.prefill_tokens -= lacking
-        queues.decode_tokens_promised -= track.limit_after - track.produced
+        if track.status != "withheld":
+            queues.decode_tokens_promised -= track.limit_after - track.produced
 
     def _vacate(self, track: Track) -> None:
         """Out of the running ones: cohort or partial prompt, blocks and slot."""
@@ -265,7 +277,8 @@ class Roster(Lockstep):
         held = self.handover.held
         if not held or track.request.id not in held:
             self.ledger.release(track)
-        self.queues.count_running(track, -1)
+        if track.status != "withheld":
+            self.queues.count_running(track, -1)
         if self.admission is not None:
             self.admission.left(track)
         track.order = -1

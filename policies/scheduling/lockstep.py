@@ -7,10 +7,10 @@ done. Whoever samples a first token joins the cohort beside it; cohorts that hav
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from policies.contract.host import Host
-from policies.contract.policy import Policy
+from policies.contract.policy import Policy, Promises, Served, StatefulPolicy
 from policies.contract.queues import Queues
 from policies.edges.errors import PolicyError
 from policies.kv_memory.ledger import KVLedger
@@ -35,7 +35,7 @@ FEW: Final = 8
 class Lockstep:
     """The running work of one scheduler. retired: cohorts that died, their token times to be taken away.
 
-    micro_batches, chase_decodes, repeats, repeats_chunks: what host and policy say, looked up once.
+    micro_batches, chase_decodes, promises: what host and policy say, looked up once.
     """
 
     policy: Policy
@@ -48,8 +48,11 @@ class Lockstep:
     retired: list[Cohort]
     micro_batches: int
     chase_decodes: bool
-    repeats: bool
-    repeats_chunks: bool
+    promises: Promises
+    # Of a policy that remembers: itself, its memory, and the tokens served since it was told, by `counts_by`.
+    stateful: StatefulPolicy | None
+    state: Any
+    served: dict[object, list[int]]
     # Requests that are done and end with the last of their batch, by id, and the micro-batch that they were in.
     withheld: dict[int, tuple[Track, Cohort | None]]
     _cohorts: int
@@ -61,7 +64,7 @@ class Lockstep:
     def quiet_steps(self, batch: Batch) -> int:
         """How often `batch`, now in flight, will be planned again unchanged if nobody arrives or is withdrawn."""
         grown = batch.grown
-        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.repeats:
+        if batch.chunks or len(grown) != 1 or len(self.queues.parts) != 1 or not self.promises.decodes:
             return 0
         if batch.preempted or batch.swap_out or self.alarm_ns is not None or self._only_now:
             return 0
@@ -71,11 +74,16 @@ class Lockstep:
         steps = cohort.steps_to_next_end()
         return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the last plan did not take back the promises: it named no moment and did not hold for now only."""
+        return self.alarm_ns is None and not self._only_now
+
     def steps_to_an_end(self) -> int:
         """Completions that the first end of anybody takes at least, the batch in flight included, if nobody arrives or
         is withdrawn; 0 where that is not known."""
         queues = self.queues
-        if not self.policy.keeps_running or self.chase_decodes or not queues.num_running:
+        if not self.promises.keeps_running or self.chase_decodes or not queues.num_running:
             return 0
         if self.admission is not None or self.swap is not None:
             return 0
@@ -106,6 +114,9 @@ class Lockstep:
         """
         steps = len(ends_ns)
         cohort, step, size, total, longest = batch.grown[0]
+        if self.stateful is not None:
+            for track in cohort.members():
+                self._count(track, 0, steps)
         ledger = self.ledger
         taken = cohort.plan_steps(steps, ledger)
         cohort.times.extend(ends_ns)
@@ -128,7 +139,7 @@ class Lockstep:
         contexts grown; False, and nothing has changed, where the policy has to be asked.
 
         For whoever knows that since its plan nobody has arrived, ended or been withdrawn, and nothing is in flight. It
-        is what `plan` would do, by the policy's promise (`repeats_chunks`): the same decodes, and a chunk of the same
+        is what `plan` would do, by the policy's promise (`Promises.chunks`): the same decodes, and a chunk of the same
         size of the same prompt, which still lacks more than that.
         """
         chunks, grown = batch.chunks, batch.grown
@@ -138,7 +149,7 @@ class Lockstep:
         ledger, queues = self.ledger, self.queues
         prefix += tokens
         context = prefix + tokens
-        if samples or context >= track.own_known or not self.repeats_chunks:
+        if samples or context >= track.own_known or not self.promises.chunks:
             return False
         if batch.preempted or self.alarm_ns is not None or self._only_now:
             return False
@@ -182,7 +193,7 @@ class Lockstep:
         grown = batch.grown
         if batch.chunks or len(grown) != 1 or batch.preempted or self.alarm_ns is not None or self._only_now:
             return
-        if not self.policy.repeats_in_pipelines or self.host.chase_chunks or self.chase_decodes:
+        if not self.promises.micro_batches or self.host.chase_chunks or self.chase_decodes:
             return
         if self.ledger.by_id or self.admission is not None or self.swap is not None:
             return
@@ -192,7 +203,7 @@ class Lockstep:
     def plan_decodes_again(self, batch: Batch, now_ns: Ns) -> bool:
         """`plan_again` for one micro-batch of several: `batch`, just delivered, was one whole cohort, and is again.
 
-        It is what `plan` would do, by the policy's promise (`repeats_in_pipelines`), as long as nothing has changed
+        It is what `plan` would do, by the policy's promise (`Promises.micro_batches`), as long as nothing has changed
         since and nothing else is free to be planned.
         """
         queues = self.queues
@@ -215,6 +226,35 @@ class Lockstep:
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= decodes
         return True
+
+    # What a policy that remembers is told
+
+    def _count(self, track: Track, prompt_tokens: int, output_tokens: int) -> None:
+        assert self.stateful is not None
+        key = getattr(track.request, self.stateful.counts_by)
+        tally = self.served.setdefault(key, [0, 0])
+        tally[0] += prompt_tokens
+        tally[1] += output_tokens
+
+    def _count_served(self, batch: Batch) -> None:
+        """Count what a batch delivers, before it is delivered."""
+        for chunk in batch.chunks:
+            self._count(chunk[0], chunk[1], 0)
+        for part in batch.grown:
+            cohort, step = part[0], part[1]
+            for track in cohort.members():
+                if track.segment_start <= step:
+                    self._count(track, 0, 1)
+            for end, leaving in cohort.closing.items():
+                if step < end:
+                    for track in leaving:
+                        self._count(track, 0, 1)
+
+    def _tell_of_service(self) -> None:
+        served = {key: Served(tally[0], tally[1]) for key, tally in self.served.items()}
+        self.served = {}
+        assert self.stateful is not None
+        self.stateful.hear(self.state, served)
 
     # Cohorts
 

@@ -45,6 +45,7 @@ def make_scheduler(
     estimator: Callable[[BatchShape], Ns] | None = None,
     by_id: bool = False,
     ahead: bool | None = None,
+    on_gpu: bool = False,
     prefix_caching: bool = False,
     names: BlockNames | None = None,
     swap: Swap | None = None,
@@ -59,11 +60,11 @@ def make_scheduler(
     that has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted
     requests. admission: what to do when memory runs short.
 
-    ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's own knob
-    `async_scheduling` says, which no policy but vLLM's has.
+    ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's system does on such an
+    engine (`Policy.plans_ahead`). on_gpu: the engine runs on GPUs.
     """
     if ahead is None:
-        ahead = bool(getattr(policy, "async_scheduling", False))
+        ahead = policy.plans_ahead(on_gpu=on_gpu, stages=micro_batches)
     caching = prefix_caching or bool(getattr(policy, "prefix_caching", False))
     ledger: KVLedger
     if by_id or caching:

@@ -162,7 +162,7 @@ class AdmissionControl:
             self.counts.plain_plans += 1
             self._plan_plain(queues, draft)
         elif not (self._begun and self._go_on(queues, draft)):
-            scheduler.policy.plan(queues, draft, ledger, scheduler.host, now_ns)
+            scheduler.ask_policy(draft, now_ns)
         if self._plain and queues.waiting:
             # Whether memory is short has a memory of its own: every plan has to be looked at.
             draft.only_for_now()

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.contract.host import Host
-from policies.contract.policy import Policy
+from policies.contract.policy import Policy, StatefulPolicy
 from policies.contract.queues import Queues
 from policies.edges.errors import PolicyError
 from policies.kv_memory.ledger import KVLedger
@@ -70,7 +70,10 @@ class Scheduler(Roster):
         self.ledger = ledger
         self.host = host if host is not None else Host()
         self.micro_batches, self.chase_decodes = self.host.micro_batches, self.host.chase_decodes
-        self.repeats, self.repeats_chunks = policy.repeats, policy.repeats_chunks
+        self.promises = policy.promises
+        self.stateful = policy if isinstance(policy, StatefulPolicy) else None
+        self.state = None if self.stateful is None else self.stateful.new_state()
+        self.served: dict[object, list[int]] = {}
         self.token_budget = UNLIMITED if token_budget is None else token_budget
         self.max_num_seqs = UNLIMITED if max_num_seqs is None else max_num_seqs
         self.max_model_len = UNLIMITED if max_model_len is None else max_model_len
@@ -113,12 +116,17 @@ class Scheduler(Roster):
         if self.chase_decodes and queues.in_flight_batches:
             self._set_exhausted_aside()
         policy, ledger, host = self.policy, self.ledger, self.host
+        stateful = self.stateful
+        if self.served:
+            self._tell_of_service()
         while True:
             draft = Draft(self, now_ns)
-            if self.admission is None:
+            if self.admission is not None:
+                self.admission.plan(self, draft, now_ns)
+            elif stateful is None:
                 policy.plan(queues, draft, ledger, host, now_ns)
             else:
-                self.admission.plan(self, draft, now_ns)
+                stateful.plan(queues, draft, ledger, host, now_ns, self.state)
             # A plan that only preempted has freed blocks: ask again, until it grants or has nobody left to stop.
             if draft.parts:
                 break
@@ -178,6 +186,8 @@ class Scheduler(Roster):
 
     def deliver(self, batch: Batch, now_ns: Ns, stopped: Sequence[int] = ()) -> Sequence[Track]:
         """`complete` for whoever reads token times off the cohorts afterwards: returns those who have finished."""
+        if self.stateful is not None:
+            self._count_served(batch)
         self.queues.in_flight_batches -= 1
         for chunk in batch.chunks:
             chunk[0].chunks_in_flight -= 1
@@ -213,3 +223,11 @@ class Scheduler(Roster):
         if len(grown) > 1:
             self._merge([part[0] for part in grown])
         return finished
+
+    def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
+        """Let the policy write on a draft."""
+        stateful = self.stateful
+        if stateful is None:
+            self.policy.plan(self.queues, draft, self.ledger, self.host, now_ns)
+        else:
+            stateful.plan(self.queues, draft, self.ledger, self.host, now_ns, self.state)

@@ -19,6 +19,7 @@ PROFILES = FACTS / "profiles"
 VLLM_RUNS = FACTS / "vllm_runs"
 STEP_LOGS = FACTS / "vllm_cpu_steps"
 TRACES = FACTS / "traces"
+LIVE_RUNS = FACTS / "live_runs"
 
 
 def carried_profiles() -> list[str]:

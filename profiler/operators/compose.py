@@ -48,9 +48,12 @@ def compose(
     pp: int = 1,
     layer_split: Sequence[int] | None = None,
     terms: EngineTerms | None = None,
+    term_widths: Mapping[str, float] | None = None,
     pipeline_link: str = "link",
 ) -> FittedModel:
     """The cost model of `spec` on the fitted device; arguments as in `profiler.load_cost_model`.
+
+    terms: the fit's own where none are given. term_widths: half-widths of 90 % intervals of "host" and "sustained".
 
     Raises ProfileError where the fit cannot serve: another dtype, an odd split, no attention to start from.
     """
@@ -86,7 +89,10 @@ def compose(
         parts.terms,
         GemmFloor.of(hardware, fit.dtype),
         _send(hardware, spec, pipeline_link),
-        half_widths=half_widths(fit.errors, region.composed, frozenset(fit.spreads)),
+        tp=tp,
+        kernels=parts.kernels,
+        sustained=parts.sustained(),
+        half_widths={**half_widths(fit.errors, region.composed, frozenset(fit.spreads)), **(term_widths or {})},
         spreads=fit.spreads,
         gemms={gemm.name: (gemm.n, gemm.k) for gemm in (*spec.gemms(tp), spec.head_gemm(tp))},
         operators=parts.operators,
@@ -144,10 +150,10 @@ class _Parts:
         )
 
     def all_reduce(self) -> Operator:
-        """Of one hidden state a row: measured, or bytes over the link where no measurement exists."""
+        """Of one hidden state a row: measured, or bytes over the link where no measurement exists of such a node."""
         width = self.spec.hidden * ELEMENT_BYTES
         for collective in self.fit.collectives:
-            if collective.participants == self.tp:
+            if collective.participants == self.tp and self.hardware.p2p and not self.hardware.own_link:
                 return _over(collective.curve, width)
         self.composed.append("all_reduce")
         self.unmeasured.append("all_reduce")
@@ -155,7 +161,7 @@ class _Parts:
 
     def _over_link(self, moved: float) -> Operator:
         """`moved` bytes a row over the device's own link, after the latency of a collective on it."""
-        before_ns, bytes_per_ns = RooflineConstants().collective(self.hardware.link, self.hardware.link_bandwidth)
+        before_ns, bytes_per_ns = RooflineConstants().collective(self.hardware)
         return Operator(lambda rows: before_ns * 1e-3 + rows * (moved / bytes_per_ns * 1e-3), otherwise=BY_LINK)
 
     def _group(self, parts: dict[str, Operator]) -> Callable[[Array], Mapping[str, Array]]:
@@ -179,7 +185,7 @@ class _Parts:
         if tp > 1:
             parts["all_reduce"] = self.all_reduce().times(2.0)
         parts["norm"] = norm.times(spec.norms_per_layer)
-        kernels = len(spec.gemms(tp)) + spec.norms_per_layer + 3
+        self.kernels = kernels = len(spec.gemms(tp)) + spec.norms_per_layer + 3 + (2 if tp > 1 else 0)
         if self.terms.kernel_gap_us:
             gap = kernels * self.terms.kernel_gap_us
             parts["kernel_gaps"] = Operator(lambda rows: np.full(len(rows), gap))
@@ -214,6 +220,14 @@ class _Parts:
             self.unmeasured.append(f"attention {heads}/{kv}x{self.spec.head_dim}")
         self._region, self._mixed = found.region, "mixed" in found.misses
         return replace(found, decode_law=replace(found.decode_law, warm=1.0)) if self.terms.cold_keys else found
+
+    def sustained(self) -> dict[str, float]:
+        """Microseconds a row of each linear layer at the rate that the card keeps up for seconds."""
+        share = self.hardware.sustained_share
+        if not self.terms.sustained_clocks or share is None:
+            return {}
+        flops_per_us = self.hardware.peak(self.fit.dtype) * share * 1e-6
+        return {gemm.name: 2.0 * gemm.n * gemm.k / flops_per_us for gemm in self.spec.gemms(self.tp)}
 
     def region(self) -> Region:
         measured = self._region

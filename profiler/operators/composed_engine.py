@@ -66,7 +66,8 @@ class Engine:
     half_widths: of 90 % intervals by operator, one factor for all shapes
     (`profiler.operators.fitting.error_factors`); spreads: errors that
     differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer, none
-    of which beats the floor; operators: what each of the row operators rests on.
+    of which beats the floor; operators: what each of the row operators rests on; kernels: launches a layer; tp:
+    devices a stage; sustained: least microseconds a row of a linear layer, where the card's clocks fall.
     """
 
     name: str
@@ -81,6 +82,9 @@ class Engine:
     floor: GemmFloor
     send: tuple[float, float] = (0.0, 0.0)
     tile: int = 128
+    tp: int = 1
+    kernels: int = 0
+    sustained: Mapping[str, float] = field(default_factory=dict)
     half_widths: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     gemms: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.edges.errors import InputError
 from profiler.errors import ProfileError
 
 
@@ -31,6 +33,16 @@ class EngineTerms:
     host_before_us, host_before_sequence_us: planning and input preparation, per step and per sequence (hidden when
         planning runs ahead). host_after_us, host_after_sample_us: output handling, per step and per sampled sequence.
         Defaults: linear fits over step logs of real vLLM runs on a CPU (see `profiler.roofline.constants`).
+    host_tp_step_us, host_tp_sequence_us: what an engine with a process for every device adds before each step where it
+        has more than one: sending the step's inputs round and gathering its outputs.
+    launch_us: what it takes to launch one kernel. A step that no captured graph holds (more rows than the largest, or
+        graphs off) takes at least its launches; 0: kernels alone.
+    sustained_clocks: dense products run no faster than the card keeps up for seconds (`Hardware.sustained_share`; cards
+        without one are unchanged). Kernel tables are measured in bursts, before a card reaches its power limit.
+    front_before_us, front_after_us: delay of a request on its way to the engine, and of each token on its way back
+        (HTTP, IPC): nobody waits for it but the client.
+    front_request_us, front_prompt_token_us, front_token_us: time of the front end's one processor for a request and
+        each of its prompt tokens on the way in, and for every token on the way out: they queue where it is busy.
     step_us: time a step takes that nothing above explains (negative: less); 0 unless a live run was calibrated on.
     """
 
@@ -47,6 +59,15 @@ class EngineTerms:
     host_before_sequence_us: float = 12.0
     host_after_us: float = 40.0
     host_after_sample_us: float = 8.0
+    host_tp_step_us: float = 0.0
+    host_tp_sequence_us: float = 0.0
+    launch_us: float = 0.0
+    sustained_clocks: bool = False
+    front_before_us: float = 0.0
+    front_after_us: float = 0.0
+    front_request_us: float = 0.0
+    front_prompt_token_us: float = 0.0
+    front_token_us: float = 0.0
     step_us: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,3 +100,17 @@ class EngineTerms:
         size = np.where(rows > 256, -(-rows // 16) * 16, -(-rows // 8) * 8)
         size = np.where(rows <= 4, np.where(rows == 3, 4, rows), size)
         return np.where(size <= self.largest_graph, size, rows)
+
+
+def parse_terms(texts: Iterable[str], error: type[InputError]) -> dict[str, Any]:
+    """Terms of a command line, each as name=value; raises `error` for one that is no such pair."""
+    terms: dict[str, Any] = {}
+    for text in texts:
+        key, mark, value = text.partition("=")
+        try:
+            terms[key.strip()] = json.loads(value)
+        except (ValueError, RecursionError):
+            mark = ""
+        if not mark:
+            raise error(f"--term: found {text!r}, expected name=value, e.g. uneven_contexts=false")
+    return terms

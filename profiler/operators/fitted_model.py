@@ -52,6 +52,11 @@ class FittedModel:
         self._rows_ns: list[list[int]] = [table.ns for table in self._rows]
         self._sampled = RowTable(self._sampled_terms, 256)
         self._sampled_ns: list[int] = self._sampled.ns
+        terms = engine.terms
+        # Rows that a captured graph holds; what is beyond cannot end before its kernels are launched.
+        self._graph_rows = terms.largest_graph if terms.graph_padding else 0
+        launch_us = terms.launch_us * engine.kernels
+        self._launch_ns = [int(launch_us * layers * 1e3 + 0.5) for layers in engine.layer_split]
         # Host terms of up to 1024 sequences, for the inner loop.
         self._before_ns = [self._host_before_ns(count) for count in range(1025)]
         self._after_ns = [self._host_after_ns(count) for count in range(1025)]
@@ -74,7 +79,10 @@ class FittedModel:
         """Every term that depends on the rows alone, rounded once each; zero rows cost nothing."""
         engine, layers = self.engine, self.engine.layer_split[stage]
         run = engine.terms.padded(rows).astype(np.float64)
-        terms = {name: us * layers for name, us in engine.layer_rows(run).items()}
+        of_layer = dict(engine.layer_rows(run))
+        for name, us_per_row in engine.sustained.items():
+            of_layer[name] = np.maximum(of_layer[name], run * us_per_row)
+        terms = {name: us * layers for name, us in of_layer.items()}
         least: Any = 0.0
         for name in [name for name in terms if name in engine.gemms]:
             floor = layers * engine.floor.us(run, *engine.gemms[name])
@@ -103,7 +111,10 @@ class FittedModel:
 
     def _host_before_ns(self, sequences: int) -> Ns:
         terms = self.engine.terms
-        return int((terms.host_before_us + sequences * terms.host_before_sequence_us) * 1e3 + 0.5)
+        us = terms.host_before_us + sequences * terms.host_before_sequence_us
+        if self.engine.tp > 1:
+            us += terms.host_tp_step_us + sequences * terms.host_tp_sequence_us
+        return int(us * 1e3 + 0.5)
 
     def _host_after_ns(self, sampled: int) -> Ns:
         terms = self.engine.terms
@@ -133,6 +144,8 @@ class FittedModel:
             ns += self._rows_ns[0][rows]
             if sampled:
                 ns += self._sampled_ns[sampled]
+            if rows > self._graph_rows and ns < self._launch_ns[0]:
+                ns = self._launch_ns[0]
             return self._before_ns[sequences], self._after_ns[sampled], ns, inside and rows <= most_rows
         except IndexError:
             return (*self.host_ns(shape), self.stage_ns(shape), self.inside(shape))
@@ -154,7 +167,11 @@ class FittedModel:
         times = []
         for stage, layers in enumerate(self.engine.layer_split):
             ns = int(attention * layers + 0.5) + self._rows[stage].at(rows)
-            times.append((ns, send) if stage < last else (ns + (self._sampled.at(sampled) if sampled else 0), 0))
+            if stage == last and sampled:
+                ns += self._sampled.at(sampled)
+            if rows > self._graph_rows and ns < self._launch_ns[stage]:
+                ns = self._launch_ns[stage]
+            times.append((ns, send if stage < last else 0))
         return times
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
@@ -174,9 +191,10 @@ class FittedModel:
             rows = executed
         last = stage == self.stages - 1
         try:
-            return ns + self._rows_ns[stage][rows] + (self._sampled_ns[sampled] if last else 0)
+            ns += self._rows_ns[stage][rows] + (self._sampled_ns[sampled] if last else 0)
         except IndexError:
-            return ns + self._rows[stage].at(rows) + (self._sampled.at(sampled) if last else 0)
+            ns += self._rows[stage].at(rows) + (self._sampled.at(sampled) if last else 0)
+        return self._launch_ns[stage] if rows > self._graph_rows and ns < self._launch_ns[stage] else ns
 
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
         """Hidden states of every row to the next stage; 0 after the last."""
@@ -190,14 +208,15 @@ class FittedModel:
         chunks, decodes, total, largest, _, sampled, executed = shape
         if not decodes:
             return np.full(steps, self.stage_ns(shape, stage), np.int64)
-        rest = self.stage_ns(BatchShape((), 0, 0, 0, max(shape.rows, 0), sampled, executed), stage)
+        floor = self._launch_ns[stage] if shape.rows > self._graph_rows else 0
+        rest = self._rows_alone_ns(shape.rows, sampled, stage)
         layers = self.engine.layer_split[stage]
         if steps < WORTH_AN_ARRAY and not chunks:
             one_ns, contexts = self._lookup.decode_ns, range(total, total + steps * decodes, decodes)
             plain = [
                 int(one_ns(decodes, context, largest + i) * layers + 0.5) + rest for i, context in enumerate(contexts)
             ]
-            return np.array(plain, np.int64)
+            return np.maximum(np.array(plain, np.int64), floor)
         ahead = np.arange(steps, dtype=np.int64)
         counts = np.full(steps, decodes, np.int64)
         if chunks:
@@ -212,7 +231,12 @@ class FittedModel:
             )
         else:
             attention = self._attention.decode_ns_of(counts, total + ahead * decodes, largest + ahead)
-        return (attention * layers + 0.5).astype(np.int64) + rest
+        return np.maximum((attention * layers + 0.5).astype(np.int64) + rest, floor)
+
+    def _rows_alone_ns(self, rows: int, sampled: int, stage: int) -> Ns:
+        """What rows and sampled rows cost beside attention."""
+        ns = self._rows[stage].at(rows)
+        return ns + self._sampled.at(sampled) if sampled and stage == self.stages - 1 else ns
 
     def predict_ns(self, shapes: object, stage: int = 0) -> Column:
         """stage_ns of many shapes: a sequence of BatchShape, or ShapeColumns (faster), in; int64 nanoseconds out."""
@@ -229,6 +253,8 @@ class FittedModel:
             of_block += attention.astype(np.int64)
             if stage == self.stages - 1:
                 of_block += self._sampled.each(block.sampled)
+            if self._launch_ns[stage]:
+                np.maximum(of_block, self._launch_ns[stage], out=of_block, where=rows > self._graph_rows)
             ns[start : start + BLOCK] = of_block
         return ns
 
@@ -269,6 +295,8 @@ class FittedModel:
             if stage == self.stages - 1:
                 sampled = self._sampled_terms(np.array([shape.sampled], np.int64))
                 terms |= {name: int(column[0]) for name, column in sampled.items()}
+            if shape.rows > self._graph_rows:
+                terms["waiting_for_launches"] = max(0, self._launch_ns[stage] - sum(terms.values()))
             terms["send"] = self.send_ns(shape, stage)
             for name, ns in terms.items():
                 parts[name] = parts.get(name, 0) + ns
@@ -302,14 +330,19 @@ class FittedModel:
             add_rows(self._row_terms(stage, counts), run, back)
             ns = (attention * layers + 0.5).astype(np.int64)
             add("attention", ns, own & in_grid, BY_LAW if own else BY_OTHER_LAYOUT)
+            if self._launch_ns[stage]:
+                ns += self._rows[stage].each(columns.rows)
+                ns += self._sampled.each(columns.sampled) if stage == self.stages - 1 else 0
+                waits = np.where(columns.rows > self._graph_rows, np.maximum(self._launch_ns[stage] - ns, 0), 0)
+                add("waiting_for_launches", waits, False, ASSUMED)
         add_rows(self._sampled_terms(sampled), sampled.astype(float), of_sampled)
         if self.stages > 1:
             fixed, per_row = engine.send
             send = (fixed + columns.rows * per_row + 0.5).astype(np.int64) * (self.stages - 1)
             add("send", send, False, BY_LINK)
-        terms, sequences = engine.terms, np.diff(columns.chunk_offsets) + columns.decodes
-        before = ((terms.host_before_us + sequences * terms.host_before_sequence_us) * 1e3 + 0.5).astype(np.int64)
-        after = ((terms.host_after_us + columns.sampled * terms.host_after_sample_us) * 1e3 + 0.5).astype(np.int64)
+        sequences, of_sequences = np.unique(np.diff(columns.chunk_offsets) + columns.decodes, return_inverse=True)
+        before = np.array([self._host_before_ns(count) for count in sequences.tolist()], np.int64).take(of_sequences)
+        after = np.array([self._host_after_ns(count) for count in sampled.tolist()], np.int64).take(of_sampled)
         told = "host" in str(engine.provenance.get("device_fit", {}).get("calibration", ""))
         add("host", before + after, told, ASSUMED)
         return list(parts.values())
@@ -390,6 +423,7 @@ class FittedModel:
             sampled=scaled(engine.sampled),
             attention=engine.attention.of(source) if source.differs else engine.attention,
             terms=replace(engine.terms, **host),
+            sustained={name: us * drawn.get("sustained", 1.0) for name, us in engine.sustained.items()},
             provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
         )
         return FittedModel(changed)

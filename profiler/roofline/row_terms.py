@@ -69,7 +69,7 @@ class RowTerms:
         return self._over_link_ns(moved, rows)
 
     def _over_link_ns(self, moved: float, rows: Floats) -> Floats:
-        before_ns, bytes_per_ns = self.constants.collective(self.hardware.link, self.hardware.link_bandwidth)
+        before_ns, bytes_per_ns = self.constants.collective(self.hardware)
         return before_ns + rows * (moved / bytes_per_ns)
 
     def sampled(self, sampled: Column) -> dict[str, Column]:

@@ -33,6 +33,12 @@ class Hardware:
     network_bandwidth: the same between nodes, per GPU; None where no usual node has one.
     cache_bytes: of the second-level cache that all processors share; None where it is not known.
     host_bandwidth: the same to the host's memory, per GPU; None where it is not known.
+    processor: "gpu", or "cpu" for the processor of a host, on which engines do not plan ahead of the running batch.
+    p2p: whether GPUs of a node reach each other's memory directly; a property of the node (driver, IOMMU, ACS), which
+    the table assumes by card. Without it all bytes between GPUs go through the host's memory.
+    sustained_share: of peak FLOPs that dense products keep up for seconds; None where no run told.
+    kernels_of: the card of the table whose kernels these are, where a file changed only links, memory size or texts;
+    own_link: whether it changed the link, so that measured collectives of that card are of another node.
     remembered: fields known without a source at hand. source: where the others were read.
     """
 
@@ -48,6 +54,11 @@ class Hardware:
     host_bandwidth: float | None = None
     power_w: float | None = None
     cache_bytes: int | None = None
+    processor: str = "gpu"
+    p2p: bool = True
+    sustained_share: float | None = None
+    kernels_of: str = ""
+    own_link: bool = False
     remembered: tuple[str, ...] = ()
     source: str = ""
 
@@ -65,12 +76,16 @@ class Hardware:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected a number above 0")
             if value > MOST:
                 raise ProfileError(f"gpu {self.name}: {key}: found {value!r}, expected at most {MOST:.0e}")
+        if self.processor not in ("gpu", "cpu"):
+            raise ProfileError(f"gpu {self.name}: processor: found {self.processor!r}, expected gpu or cpu")
+        if self.sustained_share is not None and not 0 < self.sustained_share <= 1:
+            raise ProfileError(f"gpu {self.name}: sustained_share: found {self.sustained_share!r}, expected 0 to 1")
         for key in ("memory_bytes", "sms"):
             if getattr(self, key) != int(getattr(self, key)):
                 raise ProfileError(f"gpu {self.name}: {key}: found {getattr(self, key)!r}, expected a whole number")
 
     def __hash__(self) -> int:
-        return hash((self.name, self.memory_bytes, self.memory_bandwidth, self.sms, self.link_bandwidth))
+        return hash((self.name, self.memory_bytes, self.memory_bandwidth, self.sms, self.link_bandwidth, self.p2p))
 
     def peak(self, dtype: str) -> float:
         """Dense FLOPs per second in `dtype`; raises where the GPU has no such rate."""
@@ -88,7 +103,12 @@ class Hardware:
         return row
 
 
-_FIELDS = {field.name for field in fields(Hardware)}
+_DERIVED = {"name", "kernels_of", "own_link"}
+_FIELDS = {field.name for field in fields(Hardware)} - _DERIVED
+_LINKS = {"link", "link_bandwidth", "p2p"}
+_TEXTS = {"title", "source", "remembered"}
+_NO_KERNEL = {"host_bandwidth", "network_bandwidth", "memory_bytes", "power_w"} | _LINKS | _TEXTS
+"""Facts that change no kernel's time on one device."""
 _REQUIRED = ("peak_flops", "memory_bytes", "memory_bandwidth", "sms", "link_bandwidth")
 
 
@@ -146,6 +166,9 @@ def _build(name: str, facts: Mapping[str, Any], where: str) -> Hardware:
         if not isinstance(base, str) or base not in _table():
             raise ProfileError(f"{where}: gpu {name}: base: found {base!r}, expected one of {', '.join(_table())}")
         known = asdict(_table()[base])
+        facts_changed = {key for key, value in facts.items() if known[key] != value}
+        if facts_changed <= _NO_KERNEL:
+            known |= {"kernels_of": base, "own_link": bool(facts_changed & _LINKS)}
         known["remembered"] = tuple(key for key in known["remembered"] if key.split(".")[0] not in facts)
         facts = {**known, "title": "", **facts}
         facts["source"] = f"{where}, otherwise as {base}: {known['source']}"
@@ -156,7 +179,10 @@ def _build(name: str, facts: Mapping[str, Any], where: str) -> Hardware:
     if isinstance(peaks, Mapping):
         facts["peak_flops"] = {canonical_dtype(dtype): value for dtype, value in peaks.items()}
     facts["remembered"] = listed(f"{where}: gpu {name}: remembered", facts.get("remembered", ()), str, ProfileError)
-    for key, wanted in (("title", (str,)), ("link", (str,)), ("source", (str,)), ("power_w", (float, type(None)))):
+    for key, wanted in (
+        *(("title", (str,)), ("link", (str,)), ("source", (str,)), ("power_w", (float, type(None)))),
+        *(("p2p", (bool,)), ("sustained_share", (float, type(None)))),
+    ):
         if key in facts:
             check_value(f"{where}: gpu {name}: {key}", facts[key], wanted, ProfileError)
     facts.setdefault("link", "unnamed")

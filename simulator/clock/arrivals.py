@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from simpy import Event
 
 from policies import Ns, Request
 from simulator.clock.virtual_time import ARRIVAL, Moment, Nanoseconds
 from workloads import Trace
+
+if TYPE_CHECKING:
+    from simulator.replica.front_end import FrontEnd
 
 # A named tuple made without its own constructor, which costs more than all the rest of an arrival.
 _new: Final = tuple.__new__
@@ -19,14 +22,19 @@ _Request: Final = Request
 class Arrivals:
     """Plays a trace, or some rows of it after others (`play`). give_up(row) is called when a client's patience ends.
 
+    front: the engine's front end, which a closed loop passes while it is played.
+
     Only the next arrival stands in the event queue, so a million requests cost no more than a hundred.
     """
 
-    def __init__(self, env: Nanoseconds, trace: Trace, give_up: Callable[[int], None]) -> None:
+    def __init__(
+        self, env: Nanoseconds, trace: Trace, give_up: Callable[[int], None], front: FrontEnd | None = None
+    ) -> None:
         self.env = env
         self.trace = trace
         self.submit: Callable[[Request, int], None]
         self.give_up = give_up
+        self.front = front
         self.arrived = 0
         self._followers = trace.followers()
         self._open: Sequence[int] = self._open_rows(trace) if self._followers else range(len(trace))
@@ -60,6 +68,8 @@ class Arrivals:
         for follower in self._followers.get(row, ()):
             assert self.trace.think_ns is not None
             delay = int(self.trace.think_ns[follower])
+            if self.front is not None:
+                delay += self.front.after_ns
             Moment(self.env, delay, lambda event, row=follower: self._arrive(row, self.env.now), ARRIVAL)  # type: ignore[misc]
 
     def request(self, row: int, now: Ns) -> Request:
@@ -89,10 +99,19 @@ class Arrivals:
         self._schedule_next()
 
     def _arrive(self, row: int, now: Ns) -> None:
+        if self.front is None:
+            self._reach(row, now, now)
+            return
+        reached = self.front.enter(row, now, int(self.trace.prompt_tokens[row]))
+        Moment(self.env, reached - now, lambda event: self._reach(row, reached, now), ARRIVAL)
+
+    def _reach(self, row: int, now: Ns, sent: Ns) -> None:
+        """A request that was sent at some moment reaches the engine now."""
         request = self.request(row, now)
         self.arrived += 1
         if self._impatient:
             patience = self.trace.timeout_ns(row)
             if patience >= 0:
-                Moment(self.env, patience, lambda event: self.give_up(row), ARRIVAL)
+                left = max(0, patience - (now - sent))
+                Moment(self.env, left, lambda event: self.give_up(row), ARRIVAL)
         self.submit(request, self._outputs[row])

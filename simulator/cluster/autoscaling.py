@@ -35,7 +35,7 @@ class Autoscaling:
 
     pool: int = knob(0, "number of the pool", least=0)
     least: int = knob(1, "fewest replicas", least=1)
-    most: int = knob(8, "most replicas, starting ones included", least=1)
+    most: int = knob(8, "most replicas, those that start or come back included", least=1)
     by: str = knob("queue", "grow by queue depth, or by missing the objective", choices=("queue", "slo"))
     interval_s: float = knob(10.0, "seconds between two looks", least=0.001)
     startup_s: float = knob(60.0, "seconds from order to first request", least=0)
@@ -100,7 +100,7 @@ class Autoscaler:
         if cluster.ended >= cluster.expected:
             return
         members = cluster.members(scaling.pool)
-        count = len(members) + self.starting
+        count = len(members) + self.starting + cluster.returning[scaling.pool]
         waiting = sum(member.num_waiting for member in members) + cluster.num_stranded
         wanted = max(scaling.least, count)
         if scaling.by == "queue":
@@ -121,14 +121,16 @@ class Autoscaler:
         now, tokens = self.cluster.env.now, self._first_tokens
         while tokens and tokens[0][0] < now - self.scaling.window_s * NS_PER_S:
             tokens.popleft()
-        overdue = [
-            track
-            for member in self.cluster.members(self.scaling.pool)
-            for track in member.scheduler.queues.waiting
-            if track.first_token_ns < 0 and self._too_long(now - track.request.arrival_ns)
-        ]
-        late = sum(late for _, late in tokens) + len(overdue)
-        return late > (1 - self.scaling.attainment) * (len(tokens) + len(overdue))
+        late, count = sum(late for _, late in tokens), len(tokens)
+        # Each one more that waits in vain makes the objective more missed: no need to go through a long queue.
+        for member in self.cluster.members(self.scaling.pool):
+            for track in member.scheduler.queues.waiting:
+                if late > (1 - self.scaling.attainment) * count:
+                    return True
+                if track.first_token_ns < 0 and self._too_long(now - track.request.arrival_ns):
+                    late += 1
+                    count += 1
+        return late > (1 - self.scaling.attainment) * count
 
     def _start(self) -> None:
         life = self.cluster.order(self.scaling.pool)

@@ -6,6 +6,7 @@ is handed over to a decode replica, or its replica died) gets a journey, which a
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -21,6 +22,7 @@ from simulator.cluster.failures import parse_failures, schedule_failures
 from simulator.cluster.journeys import Journey, Life
 from simulator.cluster.kv_transfer import Disaggregation
 from simulator.cluster.pools import ClusterPlan
+from simulator.cluster.router_checks import RouterChecks
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
@@ -42,6 +44,7 @@ class Cluster:
 
     expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
     replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
+    returning: those of them that have died and come back.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Cluster:
         self.ended = 0
         self._last_end_ns = 0
         self.coming = [0] * len(plan.pools)
+        self.returning = [0] * len(plan.pools)
         self.replicas: list[Replica] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
@@ -92,7 +96,7 @@ class Cluster:
         from simulator.cluster.in_own_time import Fleet
 
         assert isinstance(self.env, VirtualTime)
-        self.fleet = Fleet(self.env, self.replicas, self._up)
+        self.fleet = Fleet(self.env, self.replicas, self._up, RouterChecks.of(self.router))
         return self.fleet
 
     # Requests come and go
@@ -342,8 +346,7 @@ class Cluster:
             return
         life = self._life(replica)
         life.down_ns, life.reason = self.env.now, reason
-        if self.store is not None:
-            self.store.lose(replica)
+        cut_off = self.store.lose(replica) if self.store is not None else []
         homeless: list[Journey] = []
         go_elsewhere: Callable[[], None] | None = None
         if self._kv is not None:
@@ -365,6 +368,8 @@ class Cluster:
                 self._place(journey.request, journey.output_tokens, journey.produced)
             else:
                 self.end_journey(journey, replica.number, "failed", reason)
+        for go_on in cut_off:
+            go_on()
 
     def restore(self, replica: Replica) -> None:
         """A replica that died is back, empty."""
@@ -402,8 +407,7 @@ class Cluster:
         if self._kv is not None and life.role == "decode":
             self._kv.open(replica)
             return
-        self._up.append(replica)
-        self._up.sort(key=_by_number)
+        insort(self._up, replica, key=_by_number)
         if self.fleet is not None:
             self.fleet.joined(replica)
         stranded, self._stranded = self._stranded, {}
@@ -417,6 +421,9 @@ class Cluster:
         if replica in self._draining and not scheduler.tracks and not scheduler.handover.held:
             self._draining.remove(replica)
             self._life(replica).down_ns = replica.busy_until_ns
+            if self.store is not None:  # its host's memory goes with it
+                for go_on in self.store.lose(replica):
+                    go_on()
 
     def _life(self, replica: Replica) -> Life:
         return next(life for life in reversed(self.lives) if life.replica == replica.number)

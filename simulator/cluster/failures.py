@@ -49,23 +49,26 @@ def parse_failures(texts: Sequence[str], replicas: int | None) -> list[Failure]:
 
 def schedule_failures(cluster: Cluster, failures: Sequence[Failure], *, requeue: bool) -> None:
     """Let each failure happen at its time, before anything else of that moment. One that finds its replica down (or
-    not started yet) does nothing."""
+    not started yet) does nothing. A replica that was leaving anyway does not come back."""
     for failure in failures:
         _schedule(cluster, failure, requeue)
 
 
 def _schedule(cluster: Cluster, failure: Failure, requeue: bool) -> None:
     def die(event: Event) -> None:
-        if failure.replica >= len(cluster.replicas) or not cluster.is_up(replica := cluster.replicas[failure.replica]):
+        if failure.replica >= len(cluster.replicas):
             return
-        if failure.back_ns >= 0:
+        replica = cluster.replicas[failure.replica]
+        if failure.back_ns >= 0 and cluster.is_up(replica):
             cluster.coming[cluster.pool_number(replica)] += 1
+            cluster.returning[cluster.pool_number(replica)] += 1
             Moment(cluster.env, failure.back_ns - failure.down_ns, lambda event: come_back(), ARRIVAL)
         cluster.fail(replica, f"replica {failure.replica} died", requeue=requeue)
 
     def come_back() -> None:
         replica = cluster.replicas[failure.replica]
         cluster.coming[cluster.pool_number(replica)] -= 1
+        cluster.returning[cluster.pool_number(replica)] -= 1
         cluster.restore(replica)
 
     Moment(cluster.env, failure.down_ns, die, ARRIVAL)

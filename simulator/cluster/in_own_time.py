@@ -20,6 +20,7 @@ from policies import Ns, Request
 from simulator.clock.virtual_time import FAR, VirtualTime
 from simulator.cluster.in_own_time_view import SeenReplicas
 from simulator.cluster.in_turn import StillReplica
+from simulator.cluster.router_checks import RouterChecks
 from simulator.errors import SimulationError
 from simulator.routers.router import Load, Router, View, chosen_of
 
@@ -41,8 +42,11 @@ class Fleet:
     by whoever made the fleet, who tells of each change (`joined`, `left`).
     """
 
-    def __init__(self, env: VirtualTime, replicas: Sequence[Replica], up: list[Replica]) -> None:
+    def __init__(
+        self, env: VirtualTime, replicas: Sequence[Replica], up: list[Replica], checks: RouterChecks | None = None
+    ) -> None:
         self.env = env
+        self._checks = checks
         self.replicas = replicas
         self.up = up
         # Each is alone with what it knows of.
@@ -69,7 +73,15 @@ class Fleet:
         if len(up) == 1:
             return up[0]
         if router.on_demand:
-            return chosen_of(router.choose(request, self._seen, rng), router, request, up)
+            checks = self._checks
+            if checks is None or not checks.due():
+                return chosen_of(router.choose(request, self._seen, rng), router, request, up)
+            again, same_rng = checks.copy(self.replicas, rng)
+            chosen = chosen_of(router.choose(request, self._seen, rng), router, request, up)
+            self.catch_up_all()
+            plain = chosen_of(again.choose(request, up, same_rng), router, request, up)
+            checks.compare(chosen.number, plain.number, request, self.env.now)
+            return chosen
         if router.oblivious:
             if self._still is None:
                 self._still = [StillReplica(router, replica) for replica in self.replicas]
@@ -143,7 +155,7 @@ class Fleet:
             raise SimulationError(
                 f"replica {replica.number}: a request ended at {self.env.now} ns, not before "
                 f"{self._calm_ns[replica.number]} ns was expected: policy {policy} does not keep its promise "
-                f"`keeps_running`, or cost model {replica.cost.name} its `least_ns`"
+                f"`Promises.keeps_running`, or cost model {replica.cost.name} its `least_ns`"
             )
 
     def finish(self) -> None:

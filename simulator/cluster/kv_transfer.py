@@ -8,9 +8,11 @@ that ends the prompt: all layers but the last travel behind the computation, the
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from simulator.routers import choose, make_router
 if TYPE_CHECKING:
     from simulator.cluster.cluster import Cluster
     from simulator.cluster.journeys import Journey
+
+_by_number = attrgetter("number")
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +72,10 @@ class Disaggregation:
         self._moves: dict[int, Move] = {}
         self._queues: dict[int, deque[Move]] = {}
         self._unplaced: list[Move] = []
-        self._deciding = [pool.engine.scheduler() for pool in cluster.plan.pools if pool.role == "decode"]
+        # A scheduler of each decode pool, by the pool's number: all replicas of a pool refuse the same requests.
+        self._deciding = {
+            number: pool.engine.scheduler() for number, pool in enumerate(cluster.plan.pools) if pool.role == "decode"
+        }
         self._moved = self._bytes = self._waited_ns = self._took_ns = 0
 
     def facts(self) -> dict[str, Any]:
@@ -123,8 +130,7 @@ class Disaggregation:
     def open(self, replica: Replica) -> None:
         """A decode replica takes requests from now on."""
         replica.on_room = self.room
-        self.up.append(replica)
-        self.up.sort(key=lambda member: member.number)
+        insort(self.up, replica, key=_by_number)
         unplaced, self._unplaced = self._unplaced, []
         for move in unplaced:
             self._place(move)
@@ -145,7 +151,10 @@ class Disaggregation:
     def _place(self, move: Move) -> None:
         """Choose the replica that decodes a request, and queue for room there."""
         request = move.journey.request
-        able = [replica for replica in self.up if not replica.scheduler.why_not(request)]
+        refuses = {pool: bool(scheduler.why_not(request)) for pool, scheduler in self._deciding.items()}
+        able = self.up
+        if any(refuses.values()):
+            able = [replica for replica in self.up if not refuses[self.cluster.pool_number(replica)]]
         if not able:
             if move.prompt_done:
                 self._park(move)
@@ -285,7 +294,7 @@ class Disaggregation:
 
     def _why_not(self, request: Request) -> str:
         """Why no decode replica could ever run a request; empty if one can."""
-        reasons = [scheduler.why_not(request) for scheduler in self._deciding]
+        reasons = [scheduler.why_not(request) for scheduler in self._deciding.values()]
         return "" if not all(reasons) else f"decode pool: {reasons[0]}"
 
 

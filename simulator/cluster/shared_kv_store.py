@@ -23,16 +23,22 @@ from simulator.replica.memory_measures import GIB, stored_bytes_per_token
 from simulator.replica.running_ahead import Replica
 
 if TYPE_CHECKING:
+    from simpy import Event
+
     from simulator.cluster.cluster import Cluster
 
 
 class Fetch:
-    """One request's prefix on its way; then(tokens) is called when all parts of it have arrived."""
+    """One request's prefix on its way; then(tokens) is called when all parts of it have arrived.
 
-    __slots__ = ("bytes", "parts", "since_ns", "then", "tokens", "transfers")
+    hosts: numbers of the replicas whose hosts it needs, sources and target; new: tokens that the target had not.
+    """
 
-    def __init__(self, tokens: int, since_ns: int, then: Callable[[int], None]) -> None:
-        self.tokens, self.since_ns, self.then = tokens, since_ns, then
+    __slots__ = ("bytes", "hosts", "new", "parts", "since_ns", "then", "tokens", "transfers")
+
+    def __init__(self, tokens: int, new: int, since_ns: int, then: Callable[[int], None]) -> None:
+        self.tokens, self.new, self.since_ns, self.then = tokens, new, since_ns, then
+        self.hosts: set[int] = set()
         self.parts = self.bytes = 0
         self.transfers: list[Transfer] = []
 
@@ -51,6 +57,7 @@ class KVStore:
         self._token_bytes = stored_bytes_per_token(config)
         self._room = round(gib_per_replica * GIB)
         self._fetches: dict[int, Fetch] = {}
+        self._lives: dict[int, int] = {}
         pools = cluster.plan.pools
         self._nic = [port_bandwidth(pool, config.kv_bandwidth) for pool in pools]
         self._host = [pool.engine.memory.link().bytes_per_s * pool.engine.kv_devices for pool in pools]
@@ -93,8 +100,9 @@ class KVStore:
             return
         for value in hashes[:found]:
             self.entries[self.home[value]].move_to_end(value)
-        fetch = self._fetches[request.id] = Fetch(tokens, self.cluster.env.now, then)
+        fetch = self._fetches[request.id] = Fetch(tokens, tokens - here, self.cluster.env.now, then)
         fetch.parts = len(sizes)
+        fetch.hosts = {replica.number, *sizes}
         self.hit_tokens += tokens - here
         for home, part in sizes.items():
             fetch.bytes += part
@@ -141,7 +149,14 @@ class KVStore:
             return
         size = len(new) * request.hash_tokens * self._token_bytes
         delay = round(size * 1e9 / self._host[self.cluster.pool_number(replica)])
-        Moment(self.cluster.env, delay, lambda event: self._keep(replica.number, new, request.hash_tokens), ARRIVAL)
+        life = self._lives.get(replica.number, 0)
+
+        def copied(event: Event) -> None:
+            # A host that died while it copied has nothing, also if it is back by now.
+            if self._lives.get(replica.number, 0) == life:
+                self._keep(replica.number, new, request.hash_tokens)
+
+        Moment(self.cluster.env, delay, copied, ARRIVAL)
 
     def _keep(self, node: int, hashes: list[int], hash_tokens: int) -> None:
         entry_bytes = hash_tokens * self._token_bytes
@@ -159,7 +174,17 @@ class KVStore:
             self.home[value] = node
             self.bytes_in += entry_bytes
 
-    def lose(self, replica: Replica) -> None:
-        """A replica's host died with its entries."""
-        for value in self.entries.pop(replica.number, ()):
+    def lose(self, replica: Replica) -> list[Callable[[], None]]:
+        """A replica's host is gone with its entries, and with whatever was on its way from or to it.
+
+        Returns what is to be called once the replica has left: the requests of those fetches go on without a prefix.
+        """
+        node = replica.number
+        self._lives[node] = self._lives.get(node, 0) + 1
+        for value in self.entries.pop(node, ()):
             del self.home[value]
+        cut = [(row, fetch) for row, fetch in self._fetches.items() if node in fetch.hosts]
+        for row, fetch in cut:
+            self.cancel(row)
+            self.hit_tokens -= fetch.new
+        return [partial(fetch.then, 0) for _, fetch in cut]

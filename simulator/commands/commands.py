@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from policies.edges.command_line import failure_line, tell_notes
+from policies.edges.distinct_names import distinct_names, folder_names
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
 from simulator.commands.printing import (
     Progress,
     can_report,
-    folder_name,
     list_pages,
     print_advice,
     print_intervals,
@@ -51,11 +52,10 @@ _KNOBS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("replay", context_settings=_KNOBS)
-@o.replay_flags
+@o.one_policy_flags
 def replay_command(
     ctx: typer.Context,
     trace: o.TraceFile = None,
-    policy: o.Policy = "chunked",
     runs: o.Runs = 0,
     out: o.Out = None,
     figures: o.Figures = False,
@@ -63,11 +63,12 @@ def replay_command(
     timeline: o.Timeline = None,
     follow: o.Follow = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under one policy."""
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     if (timeline or figures) and out is None:
         raise SimulationError("--timeline and --figures: say where with --out")
     can_report(report)
@@ -103,11 +104,12 @@ def compare_command(
     figures: o.Figures = False,
     report: o.Report = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Replay a trace under several policies and compare them in one table."""
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     names = [name.strip() for name in policies.split(",")] if policies else list(BUILT_IN)
     if len(set(names)) != len(names) or not all(names):
         raise SimulationError(f"--policies: found {policies!r}, expected different names separated by commas")
@@ -116,7 +118,8 @@ def compare_command(
     if seeds > 1:
         if out is not None or figures or report is not None:
             raise SimulationError("--seeds compares draws and keeps no run: no --out, --figures or --report beside it")
-        _compare_draws(trace, {c.policy: c for c in _one_each(settings, names)}, reading, seeds, as_json)
+        by_label = dict(zip(distinct_names(names), _one_each(settings, names)))
+        _compare_draws(trace, by_label, reading, seeds, as_json)
         return
     can_report(report)
     each = list(_one_each(settings, names))
@@ -135,13 +138,14 @@ def advise_command(
     preset: o.Preset = None,
     out: o.Out = None,
     config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
     as_json: o.Json = False,
     **shared: Any,
 ) -> None:
     """Which policy and chunk size for this trace on this GPU, and why; with the matching vLLM flags."""
     from simulator.studies.advise import advise, draw_frontier, run_chosen
 
-    settings, reading = o.collect(ctx, config)
+    settings, reading = o.collect(ctx, config, anyway)
     o.refuse_choices(ctx)
     if out is not None:
         from metrics.run_folder.folder import check_run_place
@@ -256,29 +260,35 @@ def _replay_all(
     from metrics.run_folder.folder import check_run_place, replaced
     from simulator.simulation import make_cluster_plan, replay
 
-    if out is not None:
-        for config in settings:
-            check_run_place(out if one_folder else out / folder_name(config.policy))
+    labels = distinct_names([config.policy for config in settings])
+    places = [out] if one_folder else [out and out / name for name in folder_names(labels)]
+    for place in places:
+        if place is not None:
+            check_run_place(place)
+    inputs = digests_of([{**config.as_dict(), **reading.recorded(path)} for config in settings])
     trace = reading.read(path, settings[0].seed, limit=settings[0].limit)
     errors: dict[str, Exception] = {}
-    for config in settings:
+    for config, label in zip(settings, labels, strict=True):
         # A mistake that all configs share shows before the first run has cost time.
-        with _failing_alone(errors, config.policy, len(settings)):
+        with _failing_alone(errors, label, len(settings)):
             make_cluster_plan(config, trace)
-    settings = [config for config in settings if config.policy not in errors]
-    _tell_notes(trace, settings)
+    _tell_notes(trace, [config for config, label in zip(settings, labels, strict=True) if label not in errors])
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
-        for config in settings:
-            with _failing_alone(errors, config.policy, len(settings) + len(errors)):
-                run = replay(trace, config, progress=start(config.policy, len(trace)))
+        for config, label, place in zip(settings, labels, places, strict=True):
+            if label in errors:
+                continue
+            with _failing_alone(errors, label, len(settings)):
+                run = replay(trace, config, progress=start(label, len(trace)))
                 run.config["replay"] = {**run.config["replay"], **reading.recorded(path)}
-                if out is not None:
-                    place = out if one_folder else out / folder_name(config.policy)
+                if changed := changed_inputs(inputs, digests_of(run.config["replay"])):
+                    raise SimulationError(f"found inputs that changed while the run was made: {', '.join(changed)}")
+                run.config["inputs"] = digests_of(run.config["replay"])
+                if place is not None:
                     if not quiet and (note := replaced(place, run.config)):
                         print(f"note: {note}", file=sys.stderr)
                     run.write(place)
-                runs[config.policy] = run
+                runs[label] = run
     return runs, {policy: failure_line(error) for policy, error in errors.items()}
 
 

@@ -125,7 +125,7 @@ def write_html(path: Path | None, runs: dict[str, Run]) -> None:
     config = next(iter(runs.values())).config
     what = f"{config['model']} on {config['gpu']}, trace {config['trace']['name']}"
     question = f"Which policy serves {what} best?" if len(runs) > 1 else f"How does {config['policy']} serve {what}?"
-    write_report(path, {folder_name(name): run.tables for name, run in runs.items()}, question=question)
+    write_report(path, {name: run.tables for name, run in runs.items()}, question=question)
 
 
 def print_runs(
@@ -142,17 +142,17 @@ def print_runs(
             raise SimulationError("--figures: say where with --out")
         from metrics.drawing.figures import draw_all
 
-        tables = {folder_name(name): run.tables for name, run in runs.items()}
+        tables = {name: run.tables for name, run in runs.items()}
         drawn = draw_all(tables, out / "figures")
-    summaries = {folder_name(name): run.summary for name, run in runs.items()}
+    summaries = {name: run.summary for name, run in runs.items()}
     if as_json:
         from metrics.run_folder.folder import json_ready
 
         told: dict[str, Any] = {
-            folder_name(name): run.summary | {"cost_evidence": run.config["cost_evidence"], "notes": run.notes}
+            name: run.summary | {"cost_evidence": run.config["cost_evidence"], "notes": run.notes}
             for name, run in runs.items()
         }
-        told |= {folder_name(name): {"error": line} for name, line in failures.items()}
+        told |= {name: {"error": line} for name, line in failures.items()}
         print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
         say_failures(failures)
         return
@@ -163,15 +163,15 @@ def print_runs(
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     console.print(comparison_table(summaries, max_width=console.width))
     say_costs(console, list(summaries.values()))
-    for run in runs.values():
+    for name, run in runs.items():
         reasons = _reasons(run)
         if reasons:
-            say(f"{run.config['policy']}: {reasons}")
+            say(f"{name}: {reasons}")
         if run.summary["requests"] and not run.summary["measured"]:
-            say(f"{run.config['policy']}: nothing was measured: all {run.summary['requests']:,} requests are warm-up")
+            say(f"{name}: nothing was measured: all {run.summary['requests']:,} requests are warm-up")
         if run.summary["overloaded"]:
             words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
-            say(f"{run.config['policy']}: {words}")
+            say(f"{name}: {words}")
     classes = _class_summaries(runs)
     if classes:
         console.print(comparison_table(classes, title="by SLO class", max_width=console.width, rivals=False))
@@ -210,7 +210,7 @@ def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         classes = summarise_classes(run.tables, slo=objective, warmup=warmup or 0)
         if len(classes) < 2:
             return {}
-        found |= {f"{folder_name(name)} {label}": summary for label, summary in classes.items()}
+        found |= {f"{name} {label}": summary for label, summary in classes.items()}
     return found
 
 
@@ -275,10 +275,6 @@ class Progress:
             for task in self.bar.tasks:
                 self.bar.update(task.id, completed=task.total)
             self.bar.stop()
-
-
-def folder_name(policy: str) -> str:
-    return policy.rpartition(":")[2] if ":" in policy else policy
 
 
 def say_draw(number: int, policy: str) -> None:

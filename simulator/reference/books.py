@@ -163,7 +163,7 @@ class Books:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + len(self.closing) + len(self.withheld)
+        return len(self.running) + len(self.closing)
 
     @property
     def prefill_tokens(self) -> int:

@@ -280,18 +280,27 @@ def _estimate(plan: Plan, shape: BatchShape) -> Ns:
 
 def vllm_v1(plan: Plan, knobs: VllmV1) -> None:
     """vLLM's v1/core/sched/scheduler.py: running requests in order, each what it lacks; waiting ones if none was
-    preempted and the whole prompt would fit."""
+    preempted and the whole prompt would fit. scheduling=priority: the least urgent gives way, the most urgent is next;
+    a prompt that has to give way to itself ends the look at the running ones."""
     alone = plan.books.num_running + len(plan.waiting) == 1
     limit = NO_LIMIT if alone else knobs.long_prefill_token_threshold or NO_LIMIT
+    by_priority = knobs.scheduling == "priority"
+
+    def urgency(job: Job) -> tuple[int, Ns, int]:
+        return job.request.priority, job.request.arrival_ns, job.request.id
+
+    first_to_go = urgency if by_priority else None
     for group in plan.free():
         if group.jobs and group.decodes:
-            plan.decode(group, NO_LIMIT)
+            plan.decode(group, NO_LIMIT, first_to_go)
             continue
         for job in list(group.jobs):
             while job.order >= 0 and plan.left and not plan.run(job, limit):
-                plan.preempt()
+                plan.preempt(first_to_go)
+            if by_priority and job.order < 0:
+                return
     while plan.waiting and plan.left and not plan.victims:
-        job = plan.waiting[0]
+        job = min(plan.waiting, key=urgency) if by_priority else plan.waiting[0]
         if not plan.admit(job, min(job.known, limit), room_for=job.known if knobs.reserve_full else 0):
             break
 
@@ -336,7 +345,7 @@ def slo_aware(plan: Plan, knobs: SloAware) -> None:
         return
     tokens, takes_ns = room(0)
     per_iteration = max(1, tokens)
-    prompts = plan.prompts() + ([] if plan.victims else _candidates(plan.waiting, knobs.window, late_already))
+    prompts = plan.prompts() + ([] if plan.victims else _candidates(plan.waiting, targets, knobs.window, late_already))
 
     def latest_start_ns(job: Job) -> Ns:
         return due_ns(job) - -(-job.lacking // per_iteration) * takes_ns
@@ -365,18 +374,22 @@ def slo_aware(plan: Plan, knobs: SloAware) -> None:
             line_stands = not got
 
 
-def _candidates(waiting: list[Job], window: int, late_already: Callable[[Job], bool]) -> list[Job]:
-    """Of every priority and class the preempted requests in front, the first that are in time, then the first late."""
+def _candidates(
+    waiting: list[Job], targets: Mapping[str | None, Any], window: int, late_already: Callable[[Job], bool]
+) -> list[Job]:
+    """Of every priority and class with targets of its own the preempted requests in front, the first that are in time,
+    then the first late."""
     classes: dict[tuple[int, str | None], list[Job]] = {}
     for job in waiting:
-        classes.setdefault((job.request.priority, job.request.slo), []).append(job)
+        slo = job.request.slo if job.request.slo in targets else None
+        classes.setdefault((job.request.priority, slo), []).append(job)
     chosen = []
     for jobs in classes.values():
-        preempted = next((at for at, job in enumerate(jobs[:window]) if not job.preemptions), len(jobs[:window]))
+        preempted = next((at for at, job in enumerate(jobs) if not job.preemptions), len(jobs))
         rest = jobs[preempted:]
         in_time = [job for job in rest if not late_already(job)][:window]
         late = [job for job in rest if late_already(job)][: window - len(in_time)]
-        chosen += jobs[:preempted] + in_time + late
+        chosen += jobs[: min(preempted, window)] + in_time + late
     return chosen
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from policies.work.request import Ns
 from profiler.cost_model import CostModel
+from simulator.cluster.pools import looks_for_prefixes
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.reference.books import Books, Job, Limits
@@ -18,6 +19,7 @@ from simulator.reference.recording import Recording
 from simulator.reference.replica import Process, Replica
 from simulator.routers import choose, make_router
 from workloads import Trace
+from workloads.generating.shared_prefixes import with_prefix_hashes
 
 CANNOT = {
     "failures": "replicas that die",
@@ -46,7 +48,7 @@ def refuse(plan: Any) -> None:
 def limits_of(engine: Any) -> Limits:
     """What the replicas of an engine may do, as its config and its policy say."""
     config, policy = engine.config, engine.policy
-    ahead = bool(getattr(policy, "async_scheduling", False))
+    ahead = engine.ahead
     budget, seqs, watermark = config.token_budget, config.max_num_seqs, config.watermark
     return Limits(
         num_blocks=engine.num_blocks,
@@ -71,13 +73,15 @@ class Cluster:
     """Clients, a router and replicas. ended: requests that have ended, each in exactly one way."""
 
     def __init__(self, trace: Trace, plan: Any) -> None:
-        self.trace = trace
+        config = plan.config
+        # What turns of one session, or prompts with shared parts, have in common is known by name where anybody looks.
+        self.trace = trace = with_prefix_hashes(trace, config.block_size) if looks_for_prefixes(plan) else trace
         self.recording = Recording()
         self.ended = self.preemptions = 0
         self.last_end_ns: Ns = 0
         self.home: dict[int, Replica] = {}
-        self.router = make_router(plan.config.router, plan.config.router_knobs)
-        self.rng = Random(f"{plan.config.seed} router")
+        self.router = make_router(config.router, config.router_knobs)
+        self.rng = Random(f"{config.seed} router")
         engines = [pool.engine for pool in plan.pools for _ in range(pool.replicas)]
         self.clock = Clock(len(engines))
         self.replicas = [self._replica(number, engine) for number, engine in enumerate(engines)]

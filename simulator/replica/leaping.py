@@ -20,6 +20,7 @@ from simulator.clock.virtual_time import FAR, WAKE, Moment, Nanoseconds, Virtual
 from simulator.replica.fast_costs import refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, ends_until
 from simulator.replica.plain import PlainReplica
+from simulator.replica.promise_checks import PromiseChecks, is_own
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -46,6 +47,8 @@ class LeapingReplica(PlainReplica):
         leaps: bool = True,
     ) -> None:
         super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
+        # Promises of others' policies are held against plans, now and then.
+        self._checks = None if is_own(scheduler.policy) else PromiseChecks(scheduler, number)
         self.leaps = leaps and scheduler.depth == 1
         self._ahead = env if leaps and isinstance(env, VirtualTime) else None
         if self._ahead is not None:
@@ -70,6 +73,7 @@ class LeapingReplica(PlainReplica):
 
     def _steps_done(self, ends_ns: list[Ns]) -> int:
         """Iterations of a leap that are complete; one that ends this very moment is if a later engine has its turn."""
+        # Each iteration lasts, so their ends are sorted.
         ahead, now = self._ahead, self.now_ns
         if ahead is not None and ahead.turn_ns == now and ahead.turn > self.number:
             return bisect_right(ends_ns, now)
@@ -188,7 +192,7 @@ class LeapingReplica(PlainReplica):
         free_blocks = scheduler.ledger.free_blocks
         shape, first_number = batch.shape, batch.number
         cohort, first_step, _, _, _ = batch.grown[0]
-        taken = scheduler.leap(batch, ends)
+        taken = scheduler.leap(batch, ends) if self._checks is None else self._checks.leap(batch, ends)
         inside: Any = first_inside
         if inside != self._inside(batch.shape):
             inside = self._inside_each(shape, len(ends))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from policies.kv_memory.swap import PREEMPTIONS, HostMemory, Swap, SwapCosts
+from policies.kv_memory.swap import HostMemory, Swap, SwapCosts
 from policies.scheduling.memory_counts import memory_counts
 from policies.scheduling.overload_ladder import AdmissionControl, Ladder
 from policies.work.batch import BatchShape
@@ -134,8 +134,6 @@ def stored_bytes_per_token(config: ReplayConfig) -> int:
 
 def check_memory(config: ReplayConfig) -> None:
     """SimulationError or PolicyError for memory settings that make no sense, whether or not they are used."""
-    if config.preemption not in PREEMPTIONS:
-        raise SimulationError(f"--preemption: found {config.preemption!r}, expected one of {', '.join(PREEMPTIONS)}")
     for flag, value in (("--swap-gib", config.swap_gib), ("--swap-page-mib", config.swap_page_mib)):
         if not 0 < value < float("inf"):
             raise SimulationError(f"{flag}: found {value:g}, expected above 0")

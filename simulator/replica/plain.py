@@ -158,7 +158,8 @@ class PlainReplica:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.scheduler.tracks) - self.scheduler.queues.num_running
+        scheduler = self.scheduler
+        return len(scheduler.tracks) - scheduler.queues.num_running - len(scheduler.withheld)
 
     @property
     def prefill_tokens(self) -> int:

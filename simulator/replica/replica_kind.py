@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from policies import Policy, Scheduler, largest_batch, make_policy, make_scheduler
+from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
+from policies.edges.input_digests import digest_of
+from policies.registry import policy_class
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
 from profiler.load import is_own_class
+from profiler.operators.engine_terms import EngineTerms
+from profiler.operators.fitting.error_factors import factors
+from profiler.operators.named_engines import NONE, NamedEngine, load_engine
 from profiler.own_forms import own_form, whole_ns
 from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.memory_plan import plan_memory
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
+from simulator.replica.front_end import FrontEndTimes
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
 
@@ -30,7 +36,8 @@ class Engine:
     """What every replica of a run shares: the policy, its costs and its limits.
 
     nominal: what a policy that plans by time believes, where `cost` is a draw from a model's error (no engine knows
-    its own residual); otherwise None, and it believes `cost` itself.
+    its own residual); otherwise None, and it believes `cost` itself. named, front: the engine as it is served, and its
+    front end.
     """
 
     policy: Policy
@@ -39,6 +46,8 @@ class Engine:
     max_model_len: int
     config: ReplayConfig
     nominal: CostModel | None = None
+    named: NamedEngine = field(default_factory=lambda: NamedEngine(NONE))
+    front: FrontEndTimes | None = None
 
     @property
     def devices(self) -> int:
@@ -51,6 +60,12 @@ class Engine:
     def kv_devices(self) -> int:
         """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
         return make_apart(self.config.afd).attention if self.config.afd else self.devices
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next batch is planned before the running one returns."""
+        on_gpu = load_hardware(self.config.gpu).processor == "gpu"
+        return self.policy.plans_ahead(on_gpu=on_gpu, stages=self.config.pp)
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler for one replica."""
@@ -68,6 +83,7 @@ class Engine:
             chase_chunks=config.chase_chunks,
             tile=self.cost.tile,
             estimator=self.estimate_ns,
+            ahead=self.ahead,
             prefix_caching=config.prefix_caching,
             swap=self.memory.swap(),
             admission=self.memory.admission(),
@@ -88,7 +104,10 @@ class Engine:
             raise SimulationError(
                 f"--runs: {self.cost.name} was not measured and knows no error; take a fitted cost model"
             )
-        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost)
+        front = self.front
+        if front is not None and (width := self.named.half_widths.get("front_end")):
+            front = front.scaled(factors({"front_end": width}, seed)["front_end"])
+        return replace(self, cost=perturbed(seed), nominal=self.nominal or self.cost, front=front)
 
     def estimate_ns(self, shape: Any) -> int:
         """Predicted duration of one iteration, for policies that plan by time."""
@@ -97,6 +116,12 @@ class Engine:
 
 def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
     """Resolve a config's names into a policy, a cost model and a KV pool. `cost` overrides the config's cost model."""
+    named = load_engine(config.engine)
+    terms = EngineTerms.from_mapping({**named.terms, **config.terms}, "--term")
+    gpu = load_hardware(config.gpu)
+    if config.p2p is not None:
+        gpu = replace(gpu, p2p=config.p2p)
+    config = _with_defaults_of(named, config, gpu)
     policy = make_policy(config.policy, config.knobs)
     check_memory(config)
     if config.pp > 1 and getattr(policy, "async_scheduling", False):
@@ -105,7 +130,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         )
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
-    model, gpu = load_model_spec(config.model), load_hardware(config.gpu)
+    model = load_model_spec(config.model)
     max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
@@ -117,7 +142,25 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
-    return Engine(policy, cost, num_blocks, max_model_len, config)
+    return Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+
+
+def _with_defaults_of(named: NamedEngine, config: ReplayConfig, gpu: Hardware) -> ReplayConfig:
+    """The config with the engine's own defaults where it leaves a setting open and its policy has the knob."""
+    if named.policy is None:
+        return config
+    has = knobs_of(policy_class(config.policy))
+    knobs = {
+        name: value
+        for name, value in named.knobs.items()
+        if name in has and not (name == "async_scheduling" and config.pp > 1)
+    }
+    limits = {
+        name: named.limit(name, gpu) for name in ("token_budget", "max_num_seqs") if getattr(config, name) is None
+    }
+    if "chunk_size" in config.knobs:
+        limits.pop("token_budget", None)
+    return replace(config, knobs={**knobs, **config.knobs}, **limits)
 
 
 def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
@@ -131,22 +174,27 @@ def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
 
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
-    name, changed_ns = config.cost_model, 0
+    name, content = config.cost_model, ""
     if is_own_class(name):
         # Made anew: what it keeps is nobody else's.
         options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
-        engine: dict[str, Any] = {
-            "dtype": config.dtype,
-            "kv_dtype": config.kv_dtype,
-            "tp": tp,
-            "pp": config.pp,
-            "layer_split": split,
-        }
-        return load_cost_model(model, gpu, cost_model=name, **engine, **options)
-    if name not in ("auto", "roofline") and (file := Path(name)).exists():
-        name, changed_ns = str(file.resolve()), file.stat().st_mtime_ns
+        options |= {"dtype": config.dtype, "kv_dtype": config.kv_dtype, "tp": tp, "pp": config.pp, "layer_split": split}
+        return load_cost_model(model, gpu, cost_model=name, **options)
+    if name not in ("auto", "roofline") and (file := Path(name)).is_file():
+        name, content = str(file.resolve()), digest_of(name)
     return _shared_cost(
-        model, gpu, name, changed_ns, config.dtype, config.kv_dtype, tp, config.pp, split, config.pp_link
+        model,
+        gpu,
+        name,
+        content,
+        config.dtype,
+        config.kv_dtype,
+        tp,
+        config.pp,
+        split,
+        config.pp_link,
+        load_engine(config.engine),
+        tuple(sorted(config.terms.items())),
     )
 
 
@@ -155,17 +203,19 @@ def _shared_cost(
     model: ModelSpec,
     gpu: Hardware,
     cost_model: str,
-    changed_ns: int,
+    content: str,
     dtype: str,
     kv_dtype: str,
     tp: int,
     pp: int,
     layer_split: tuple[int, ...] | None,
     pp_link: str,
+    engine: NamedEngine,
+    terms: tuple[tuple[str, Any], ...],
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
-    changed_ns: when the file that it is read from was written.
+    content: digest of the files that it is read from.
     """
     options: dict[str, Any] = {} if pp_link == "link" else {"pipeline_link": pp_link}
     return load_cost_model(
@@ -177,6 +227,8 @@ def _shared_cost(
         tp=tp,
         pp=pp,
         layer_split=layer_split,
+        engine=engine,
+        terms=dict(terms),
         **options,
     )
 

@@ -134,7 +134,7 @@ class Replica(LeapingReplica):
         Ordinary iterations are recorded as stretches. The tests hold all this against the plain path.
         """
         scheduler, recorder, flights = self.scheduler, self.recorder, self._flights
-        handover = scheduler.handover
+        handover, checks = scheduler.handover, self._checks
         queues, ledger, waiting = scheduler.queues, scheduler.ledger, scheduler.queues.waiting
         straight, room, replica = recorder.straight, recorder.part_rows, self.number
         now, horizon = self.now_ns, ahead.next_ns()
@@ -146,7 +146,9 @@ class Replica(LeapingReplica):
         batch: Batch | None = None
         while True:
             # Whatever happens between two iterations drops the batch.
-            if batch is None or not scheduler.plan_again(batch, now):
+            if batch is None or not (
+                scheduler.plan_again(batch, now) if checks is None else checks.plan_again(batch, now)
+            ):
                 batch = scheduler.plan(now)
                 if handover.gave_back:
                     ahead.moved_to(now)
@@ -261,6 +263,10 @@ class Replica(LeapingReplica):
     def _complete(self) -> Batch:
         end = self._flights[0][2]
         batch = super()._complete()
-        if self._repeats and self.scheduler.plan_decodes_again(batch, end):
+        if self._repeats and (
+            self.scheduler.plan_decodes_again(batch, end)
+            if self._checks is None
+            else self._checks.plan_decodes_again(batch, end)
+        ):
             self._launch(batch)
         return batch

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.edges.errors import PolicyError
-from policies.registry import Knob, class_from_file, knob_value, knobs_of, loaded
+from policies.registry import Knob, class_from_file, class_of_another_package, knob_value, knobs_of, names_of_others
 from simulator.errors import SimulationError
 from simulator.routers.router import Router
 
@@ -34,10 +34,7 @@ ENTRY_POINT_GROUP = "charioteer.routers"
 
 def router_names() -> list[str]:
     """Built-in routers, then those of other packages."""
-    from importlib.metadata import entry_points
-
-    others = sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-    return [*BUILT_IN, *(name for name in others if name not in BUILT_IN)]
+    return [*BUILT_IN, *names_of_others(ENTRY_POINT_GROUP, BUILT_IN)]
 
 
 def router_class(name: str) -> type[Router]:
@@ -51,11 +48,12 @@ def router_class(name: str) -> type[Router]:
             return _checked(class_from_file("router", Path(path), cls), name)
         except PolicyError as error:
             raise SimulationError(str(error)) from error
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name == name:
-            return _checked(loaded(point), name)
+    try:
+        found = class_of_another_package("router", ENTRY_POINT_GROUP, name)
+    except PolicyError as error:
+        raise SimulationError(str(error)) from error
+    if found is not None:
+        return _checked(found, name)
     near = difflib.get_close_matches(name, router_names(), n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise SimulationError(

@@ -72,6 +72,17 @@ class Router:
     through them, by `least` or `numbered`; never at one that it kept from an earlier request. Replicas are then
     simulated no further than it looks (simulator/cluster/in_own_time.py)."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that defines `choose`, or another method that it may call, inherits no promise: it states its own."""
+        super().__init_subclass__(**options)
+        for promise in ("oblivious", "on_demand"):
+            for base in cls.__mro__:
+                if promise in vars(base):
+                    break
+                if any(not name.startswith("__") and hasattr(value, "__get__") for name, value in vars(base).items()):
+                    setattr(cls, promise, False)
+                    break
+
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         """One of `replicas` (at least one, ascending numbers, all up). rng: the only source of chance, seeded."""
         raise TypeError(f"{type(self).__name__} has no choose(): a router defines one")
@@ -120,6 +131,8 @@ def least(replicas: Sequence[View], load: Callable[[View], Any], among: Sequence
     return min(replicas if among is None else [replicas[at] for at in among], key=load)
 
 
+# Replicas are handed to routers in order of their numbers: the cluster sorts them whenever one opens, and takes some
+# out without moving the others. Whoever searches by number relies on that.
 _number = attrgetter("number")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.attention.flash_attn import FlashAttention, find_generation
+from executor.attention.flash_attn import FlashAttention, find_generations
 from executor.attention.reference import ReferenceAttention
 from executor.errors import ExecutorError
 from executor.kv_memory.pool import KVCache
@@ -239,19 +239,96 @@ def test_chunks_and_decodes_are_handed_over_as_the_reference_means_them(generati
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_hopper_takes_generation_3_others_the_one_made_for_them() -> None:
-    assert find_generation(90) == (3, "")
-    assert find_generation(100) == (4, "")
-    assert find_generation(80) == (2, "")
-    assert find_generation(75)[0] == 0
+def test_each_device_tries_the_generations_made_for_it() -> None:
+    assert find_generations(90)[0] == [3, 4, 2, 1]
+    assert find_generations(100)[0] == [4, 2, 1]
+    assert find_generations(120)[0] == [2, 1], "generation 4 has no paged kernel for 12.0"
+    assert find_generations(80)[0] == [2, 1]
+    assert find_generations(75)[0] == []
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_cute_that_version_2_carries_is_not_generation_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def early(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, page_table=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("called")
+
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", early)
+    found, reason = find_generations(100)
+    assert found == [2, 1]
+    assert "flash_attn.cute.flash_attn_varlen_func has no max_seqlen_q" in reason
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_the_generation_that_runs_is_taken_and_the_other_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that imports raises on this device, the second computes."""
+    from executor.attention import make_attention
+
+    def broken(*arguments: object, **options: object) -> Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    broken.__signature__ = inspect.signature(fourth_varlen)  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", broken)
+    monkeypatch.setattr("executor.attention.flash_attn._capability", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(FlashAttention, "why_not", classmethod(lambda cls, *asked: ""))
+    spec = ModelSpec(
+        name="small", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=8, vocab=64, max_position=512
+    )
+    cpu = torch.device("cpu")
+    backend = make_attention("flash_attn", spec, cpu, torch.float32, torch.float32, block_size=256)
+    assert backend.name == "flash_attn2"
+    assert "flash_attn4 chunks: RuntimeError: no kernel image" in backend.passed_over
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_decode_of_generation_2_reads_nothing_back_and_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's paged kvcache function takes the longest length to the host."""
+    from tests.executor.recorded_graph import RecordedGraph
+
+    two = sys.modules["flash_attn"]
+    monkeypatch.setattr(two, "flash_attn_varlen_func", lambda q, k, v, **options: torch.zeros_like(q))
+    monkeypatch.setattr(
+        two, "flash_attn_with_kvcache", lambda q, *rest, **options: q * options["cache_seqlens"].max().item()
+    )
+    spec = ModelSpec(
+        name="small", layers=1, hidden=32, heads=2, kv_heads=1, head_dim=16, intermediate=8, vocab=64, max_position=512
+    )
+    step = make_step([], [3, 9], block_size=256)
+    cache = KVCache(spec, 3, 256, torch.float32, torch.device("cpu"))
+    q = torch.ones(2, spec.q_size)
+    out = torch.ones_like(q)
+    backend = FlashAttention(spec, generation=2)
+
+    def attend() -> Tensor:
+        backend.attend(0, q, out, step, cache)
+        return out
+
+    assert bool((RecordedGraph().capture(attend) == 0).all())
+
+
+def test_graphs_of_generation_3_share_no_pool() -> None:
+    from executor.model.cuda_graphs import Buckets, CudaCapture, GraphedModel
+    from executor.model.loading import load_model
+    from tests.fake_gpu import FakeGpu
+
+    with FakeGpu():
+        loaded = load_model("nano", device="cuda", kernels="triton", attention="triton", max_tokens=64)
+        cache = loaded.new_cache(4, 16)
+        pools = []
+        for shares in (True, False):
+            loaded.model.attention.shares_graph_pool = shares
+            capture = GraphedModel(loaded.model, cache, Buckets(blocks=4))._new_capture()
+            assert isinstance(capture, CudaCapture)
+            pools.append(capture._own_pool)
+        assert pools == [False, True]
 
 
 def test_a_package_without_its_compiled_half_is_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn_out", lambda out, query: None)
-    generation, reason = find_generation(90)
-    assert generation == 0
+    found, reason = find_generations(90)
+    assert found == []
     assert "flash_attn" in reason
     assert "no paging before PyTorch 2.12" in reason
 
@@ -265,7 +342,7 @@ def test_pytorchs_own_copy_needs_no_package_and_has_the_signature_of_the_stand_i
         pytest.skip("this PyTorch has no paged varlen_attn")
     for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert find_generation(90) == (1, "")
+    assert find_generations(90)[0] == [1]
     assert list(parameters) == list(inspect.signature(torch_varlen).parameters)
 
 

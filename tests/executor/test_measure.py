@@ -142,3 +142,12 @@ def test_the_stopwatch_leaves_no_trace(loaded: Loaded) -> None:
 def test_a_context_beyond_the_model_is_refused(loaded: Loaded) -> None:
     with pytest.raises(ExecutorError, match="contexts of 5000 tokens, nano reaches 600"):
         BatchRig(loaded, most_tokens=6000, longest=5000)
+
+
+def test_a_chunk_beside_as_many_decodes_as_a_run_admits_is_measured_with_its_chunk(loaded: Loaded) -> None:
+    """A default of 256 requests at once would leave the 257th waiting, and a batch without a chunk would be timed."""
+    shape = BatchShape(((3, 0),), 256, 512, 2, 0, 257)
+    rig = BatchRig(loaded, most_tokens=1000, longest=40, most_requests=257)
+    assert rig.measure(Point(shape, "visited")).shape == shape
+    with pytest.raises(ExecutorError, match="1 chunks were asked for beside 256 decodes, 0 were granted"):
+        BatchRig(loaded, most_tokens=1000, longest=40, most_requests=256).measure(Point(shape, "visited"))

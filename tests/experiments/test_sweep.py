@@ -16,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from experiments.errors import ExperimentError
-from experiments.running.ray_runner import _renamed
+from experiments.running.ray_runner import _placed, _renamed
 from experiments.running.task_runners import ThisProcess, WorkerProcesses, make_engine
+from experiments.running.tasks import perform, with_inputs
 from experiments.running.workload import load_workload
 from experiments.sweeps.axes import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 from experiments.sweeps.point import replay_config
 from experiments.sweeps.run import run_sweep
+from tests.hardening.command_line import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = {"requests": 12, "arrivals": "poisson:4", "prompt": "fixed:600", "output": "fixed:20"}
@@ -324,3 +326,67 @@ def test_limit_takes_the_first_requests_and_first_leaves_them_out(tmp_path: Path
             ExperimentError, match=r"trace\.limit: found .*, expected a whole number of requests, at least 1"
         ):
             load_workload({"file": str(file), "limit": wrong})
+
+
+def edited_sweep(tmp_path: Path) -> tuple[SweepSpec, Path]:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt,output\n0,100,5\n0.5,200,7\n")
+    return small(trace={"file": str(trace)}, space={"chunk_size": [64, 128]}), trace
+
+
+def test_points_of_other_inputs_are_never_put_beside_new_ones_without_a_word(tmp_path: Path) -> None:
+    spec, trace = edited_sweep(tmp_path)
+    folder = run_sweep(spec, tmp_path / "out")
+    assert {row["requests"] for row in folder.rows()} == {2}
+    (tmp_path / "out" / "points" / "000001.json").unlink()  # stopped there
+    with trace.open("a") as file:
+        file.write("1.5,50,3\n")
+    with pytest.raises(ExperimentError, match=r"point 0 was made from other inputs: .*trace\.csv \(sha256 .* --anyway"):
+        run_sweep(spec, tmp_path / "out")
+    assert not (tmp_path / "out" / "points" / "000001.json").exists()
+    kept = run_sweep(spec, tmp_path / "out", anyway=True)
+    assert [row["requests"] for row in kept.rows()] == [2, 3]
+    # Nor is a trace that this very process has read taken from memory.
+    assert {row["requests"] for row in run_sweep(spec, tmp_path / "fresh").rows()} == {3}
+    with pytest.raises(ExperimentError, match="point 0 was made from other inputs"):  # a finished one too
+        run_sweep(spec, tmp_path / "out")
+
+
+def test_points_of_another_version_are_not_taken_for_those_of_this_one(tmp_path: Path) -> None:
+    spec, _ = edited_sweep(tmp_path)
+    run_sweep(spec, tmp_path / "out")
+    file = tmp_path / "out" / "points" / "000000.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": "0.0.1"}))
+    with pytest.raises(ExperimentError, match=r"charioteer \(0\.0\.1 then"):
+        run_sweep(spec, tmp_path / "out")
+
+
+def test_a_file_that_changes_between_the_making_of_a_task_and_its_turn_fails_it(tmp_path: Path) -> None:
+    spec, trace = edited_sweep(tmp_path)
+    task = with_inputs(task_of(spec, {"chunk_size": 64}))
+    assert perform(task)["status"] == "ok"
+    trace.write_text(trace.read_text() + "2,9,9\n")
+    assert "trace.csv (sha256" in perform(task)["error"]
+
+
+def test_a_node_gets_all_files_that_belong_to_one_that_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "other"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "other").mkdir()
+    contents = {"fit.json": b"{}", "fit.npz": b"arrays"}
+    place = Path(_placed("/where/it/was/fit.json", contents))
+    assert place.parent != Path("/where/it/was")
+    assert {path.name: path.read_bytes() for path in place.parent.iterdir()} == contents
+    folder = Path(_placed("/where/it/was/model", {"config.json": b"{}", "tokenizer.json": b"[]"}))
+    assert (folder / "config.json").read_bytes() == b"{}"
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert _placed(str(tmp_path / "fit.json"), contents) == str(tmp_path / "fit.json")  # the same is there already
+
+
+def test_a_sweep_whose_points_all_failed_is_no_success(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text(FILE.replace("[base]", "[base]\nnum_blocks = 1\nkv_bandwidth = -1"))
+    done = run("experiments", "sweep", file, "--workers", 0, "--out", tmp_path / "out")
+    assert done.code == 2
+    assert "all 20 points failed" in done.err

@@ -18,7 +18,7 @@ from experiments.validation.comparing.batch_agreement import agreement, schedule
 from experiments.validation.comparing.fed_with_measured_times import Fed, at_moments
 from experiments.validation.comparing.live_side import EngineChoice, PolicyChoice
 from experiments.validation.comparing.machine_drift import Probe, speed_around
-from experiments.validation.comparing.settings import Settings
+from experiments.validation.comparing.settings import Settings, claim_folder
 from experiments.validation.comparing.statistics import (
     OUTSIDE,
     WITHIN_AIM,
@@ -28,12 +28,19 @@ from experiments.validation.comparing.statistics import (
     pooled_error,
     rank,
 )
+from experiments.validation.existing_runs import validate_against
 from experiments.validation.pages.interactive_report import write_explorable
 from experiments.validation.pages.report import aims_in_short, gauge_in_short, write_report
 from experiments.validation.stages import Validation
 from policies import Policy
+from policies.edges.distinct_names import folder_name
 from workloads import Trace, write_trace
 
+NANO = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 192, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 8192,
+    "max_position_embeddings": 32768, "torch_dtype": "float32", "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
 POLICIES = ("chunked:chunk_size=64", "vllm_v1", "prefill_priority")
 
 
@@ -64,9 +71,22 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
         ensemble=2,
         engine=EngineChoice(model="nano", device="cpu", threads=1, max_num_seqs=6, token_budget=256),
     )
+    # A folder called like a model of the table, which it is not: its shape is simulated, not its name looked up.
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NANO))
+    settings = replace(settings, engine=replace(settings.engine, model=str(folder)))
     out = tmp_path / "out"
     said: list[str] = []
     result = Validation(settings, out, say=said.append).run()
+    at = settings.loads[0], POLICIES[0]
+    assert result.simulated[at].config["model"] == str(out / "model" / "llama-3.1-8b.toml")
+    assert result.simulated[at].config["model_flops"] == result.live[at][0].config["model_flops"]
+    live = out / "load-0.6" / "live" / f"{folder_name(POLICIES[0])}-1"
+    against = validate_against(
+        [live], cost_model=str(out / "model.json"), gpu=None, model=None, options={}, say=said.append
+    )
+    assert all(isinstance(fed, Fed) and fed.exact for fed in against.fed.values())
     assert len(result.agreements) == len(POLICIES)
     for name, found in result.agreements.items():
         assert found.exact, (name, found.divergence)
@@ -95,6 +115,24 @@ def test_the_whole_loop_agrees_batch_by_batch_and_loses_nobody(tmp_path: Path) -
     assert sorted(path.stat().st_mtime_ns for path in out.rglob("requests.parquet")) == live
     with pytest.raises(ExperimentError, match="another loads"):
         Validation(replace(settings, loads=(0.9,)), out)
+
+
+def test_a_folder_knows_its_inputs_by_their_content(tmp_path: Path) -> None:
+    trace = small_trace(tmp_path)
+    policy = tmp_path / "my.py"
+    policy.write_text("import dataclasses\nfrom policies.chunked import Chunked\n\n\n@dataclasses.dataclass(frozen=True)\n"
+                      "class Mine(Chunked):\n    pass\n")  # fmt: skip
+    settings = Settings(trace=str(trace), policies=(f"{policy}:Mine:chunk_size=64", "orca"), rows=(0, 14))
+    claim_folder(tmp_path / "out", settings, None)
+    claim_folder(tmp_path / "out", replace(settings, repeats=9), None)
+    for file, more in ((trace, "9,9,9\n"), (policy, "# edited\n")):
+        before = file.read_text()
+        file.write_text(before + more)
+        with pytest.raises(ExperimentError, match=rf"other inputs: \S*{file.name} \(sha256 .* --anyway"):
+            claim_folder(tmp_path / "out", settings, None)
+        claim_folder(tmp_path / "out", settings, None, anyway=True)
+        file.write_text(before)
+    claim_folder(tmp_path / "out", settings, None)
 
 
 def test_a_live_run_is_rescaled_by_the_probes_on_its_two_sides() -> None:

@@ -27,6 +27,18 @@ def test_a_slow_model_serves_fewer_requests_and_is_measured_for_longer() -> None
     assert [part.settings.engine.model for part in parts] == ["nano", "nano", "tiny", "tiny"]
 
 
+def test_a_part_has_a_folder_of_its_own_below_the_whole_whatever_models_and_traces_are_called() -> None:
+    parts = parts_of(
+        Settings(trace="", policies=("chunked",)),
+        [Path("days/day.one.csv"), Path("days/day.two.csv")],
+        [ModelShare(name, (0, 9), 1.0) for name in ("/models/mine", "/old/mine", "..")],
+    )
+    assert [part.name for part in parts] == [
+        "models-mine-day.one.csv", "models-mine-day.two.csv", "old-mine-day.one.csv", "old-mine-day.two.csv",
+        "--day.one.csv", "--day.two.csv",
+    ]  # fmt: skip
+
+
 def test_one_value_stands_for_all_models_and_any_other_count_is_refused() -> None:
     assert for_each_model("100", 3, "--limit") == ["100", "100", "100"]
     assert for_each_model("100, 30", 2, "--limit") == ["100", "30"]

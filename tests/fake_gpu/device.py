@@ -262,7 +262,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _among(one: Any, many: list[Any]) -> bool:
-    return any(one is each for each in many)
+    # PyTorch hands a generator on as another Python object over the same one of its own.
+    return any(one is each or one._cdata == each._cdata for each in many)
 
 
 def _named(device: Any) -> torch.device | None:

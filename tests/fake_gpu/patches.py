@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -118,7 +120,17 @@ def patches(gpu: FakeGpu) -> list[AbstractContextManager[Any]]:
         replaced(torch, Generator=Generator),
         replaced(threading.Thread, run=run),
     ]
-    return [*replacements, *_triton_patches(gpu)]
+    return [*replacements, *_absent(), *_triton_patches(gpu)]
+
+
+def _absent() -> list[AbstractContextManager[Any]]:
+    """What cannot be stood in for: PyTorch's own FlashAttention (before 2.12 it has no pages) and compiled flex."""
+    from executor.attention.flex import FlexAttention
+
+    varlen = ModuleType("torch.nn.attention.varlen")
+    varlen.varlen_attn_out = lambda out, query: None  # type: ignore[attr-defined]
+    why_not = classmethod(lambda cls, *asked: "the fake device compiles nothing with Inductor")
+    return [mock.patch.dict(sys.modules, {varlen.__name__: varlen}), replaced(FlexAttention, why_not=why_not)]
 
 
 class _Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments")
 DATA = (
     "profiler/data/models.toml",
     "profiler/data/hardware.toml",
     "profiler/data/fitted/h100.json",
     "profiler/data/fitted/h100.npz",
+    "profiler/data/facts/vllm_runs/RTX4090/Llama-3.1-8B/meta.json",
     "policies/py.typed",
 )
 
@@ -27,16 +30,16 @@ def call(*words: object, cwd: Path, **more: object) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the files that git knows, through an sdist-like copy, without the network."""
+    """Built from the packages and what describes them, through an sdist-like copy, without the network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
-    known = call("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).stdout.split("\0")
-    for name in filter(None, known):
-        if name.startswith(("tests/", "docs/")) or not (ROOT / name).is_file():
-            continue
-        target = folder / "source" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / name).read_bytes())
+    for name in PACKAGES:
+        shutil.copytree(
+            ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", ".*")
+        )
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "MANIFEST.in"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / "source" / name)
     call(
         sys.executable,
         "-c",
@@ -56,9 +59,9 @@ def test_a_wheel_has_the_packages_and_their_data_and_nothing_else(wheel: Path) -
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in DATA if name not in names] == []
     roots = {name.partition("/")[0] for name in names}
-    packages = {"policies", "workloads", "metrics", "profiler", "simulator", "executor", "experiments"}
+    packages = set(PACKAGES)
     assert roots == packages | {next(root for root in roots if root.endswith(".dist-info"))}
-    for suffix in (".cpp", ".toml", ".npz"):
+    for suffix in (".cpp", ".toml", ".npz", ".parquet", ".csv"):
         kept = {str(file.relative_to(ROOT)) for package in packages for file in (ROOT / package).rglob(f"*{suffix}")}
         assert kept <= set(names), suffix
 

@@ -299,7 +299,10 @@ def test_a_place_under_a_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "told"),
     [
-        ("torch", "error: torch is not installed, and this needs it: pip install '.[executor]' in a checkout, "),
+        (
+            "torch",
+            "error: torch is not installed, and this needs it: pip install '.[executor]' in a checkout of Charioteer, or pip install torch\n",
+        ),
         ("nobody.part", "error: nobody is not installed, and this needs it: pip install nobody\n"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from policies import NS_PER_S, BlockLedger, CountingLedger, Host, Policy, Request, Scheduler
+from policies import NS_PER_S, BlockLedger, CountingLedger, Host, Policy, Promises, Request, Scheduler
 from tests.policies.driving import drive
 from tests.policies.worked import asked, batches, token_seconds, work_through
 
@@ -14,7 +14,7 @@ class Asking(Policy):
     """Admits whole prompts, then asks whatever the test gives it."""
 
     ask: object = None
-    repeats = True
+    promises = Promises(decodes=True)
 
     def plan(self, queues, draft, kv, host, now_ns):
         while queues.waiting and draft.admit(queues.waiting[0], 1 << 30):

@@ -116,7 +116,7 @@ def no_block_lost(scheduler):
     for track in queues.waiting:
         by_class.setdefault((track.request.priority, track.request.slo), []).append(track)
     assert {key: list(tracks) for key, tracks in queues.waiting_by_class.items()} == by_class
-    running = Counter(track.request.slo for track in scheduler.tracks.values() if track.order >= 0)
+    running = Counter(track.request.slo for track in scheduler.tracks.values() if track.status == "running")
     assert queues.running_by_slo == running
 
 

@@ -1,8 +1,10 @@
 """Slack, targets and relegation by hand; every iteration lasts one second whatever is estimated."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from policies import NS_PER_S, PolicyError, make_policy
+from policies import NS_PER_S, PolicyError, Track, make_policy
 from policies.slo_aware import Targets, parse_classes
 from tests.policies.worked import asked, batches, scheduler_for, token_seconds, work_through
 
@@ -148,3 +150,42 @@ def test_classes_are_parsed_and_mistakes_named():
     ):
         with pytest.raises(PolicyError, match="SLO classes"):
             make_policy("slo_aware", {"classes": wrong})
+
+
+def test_who_comes_late_from_another_replica_is_found_among_those_that_are_in_time():
+    """Requests that start over after a failure arrive here behind younger ones; their class stays sorted by arrival.
+
+    At t = 0 the queue holds arrivals 8, 9 and then 1 to 4 (all of them in time, deadlines in that order).
+    """
+    scheduler = scheduler_for("slo_aware", chunk_size=4, ttft_s=30, window=2)
+    for row, arrival_s in enumerate((8, 9, 1, 2, 3, 4)):
+        scheduler.add(asked(row, arrival_s, 4, 1)[0], arrival_s * NS_PER_S, ends_after=1)
+    served = []
+    now_ns = 10 * NS_PER_S
+    while (batch := scheduler.plan(now_ns)) is not None:
+        served += [track.request.id for track, *_ in batch.chunks]
+        scheduler.complete(batch, now_ns)
+    assert served == [2, 3, 4, 5, 0, 1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["new", "front", "go"]), st.integers(0, 20)), max_size=60), st.booleans())
+def test_a_class_stays_sorted_by_arrival_behind_those_that_were_put_in_front(steps, early):
+    """The order that `bisect_left` in slo_aware relies on, whoever comes, is put in front or goes, in whatever order."""
+    queues = scheduler_for("slo_aware").queues
+    if early:
+        _ = queues.waiting_by_class
+    for row, (what, number) in enumerate(steps):
+        if what == "go":
+            if queues.waiting:
+                queues.dequeue(queues.waiting[number % len(queues.waiting)])
+            continue
+        track = Track(asked(row, number, 4, 1, slo="ab"[row % 2])[0], 1)
+        queues.enqueue(track) if what == "new" else queues.enqueue_in_front(track)
+    for _, waiting in queues.waiting_by_class.items():
+        front = [track in queues.in_front for track in waiting]
+        assert front == sorted(front, reverse=True)
+        behind = [track.request.arrival_ns for track in waiting if track not in queues.in_front]
+        assert behind == sorted(behind)
+    assert sorted(t.request.id for w in queues.waiting_by_class.values() for t in w) == sorted(
+        track.request.id for track in queues.waiting
+    )

@@ -1,9 +1,10 @@
 """vLLM V1 by hand. The real thing is compared step by step in the parity experiment."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies import Host, Request
+from policies import Host, PolicyError, Request, make_policy
 from policies.contract.queues import Queues
 from policies.work.track import Track
 from tests.policies.worked import asked, batches, scheduler_for, token_seconds, work_through
@@ -119,3 +120,29 @@ def test_the_most_urgent_is_always_the_least_by_priority_arrival_and_row(steps):
             queues.dequeue(least)
             if priority == 3:
                 queues.enqueue_in_front(least)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "engine", "ahead"),
+    [
+        ({}, {"on_gpu": True, "stages": 1}, True),
+        ({"engine_version": "0.14.0"}, {"on_gpu": True, "stages": 1}, True),
+        ({"engine_version": "0.13"}, {"on_gpu": True, "stages": 1}, False),
+        ({"engine_version": "0.9.2"}, {"on_gpu": True, "stages": 1}, False),
+        ({}, {"on_gpu": False, "stages": 1}, False),
+        ({}, {"on_gpu": True, "stages": 2}, False),
+        ({}, {"on_gpu": True, "stages": 1, "speculation": "ngram"}, False),
+        ({}, {"on_gpu": True, "stages": 1, "speculation": "eagle"}, True),
+        ({"async_scheduling": "false"}, {"on_gpu": True, "stages": 1}, False),
+        ({"async_scheduling": "auto"}, {"on_gpu": True, "stages": 1}, True),
+        ({"async_scheduling": True, "engine_version": "0.11"}, {"on_gpu": False, "stages": 1}, True),
+    ],
+)
+def test_it_plans_ahead_where_its_version_does(knobs, engine, ahead):
+    """By vLLM's release notes: since 0.14 by default, not on CPUs, not in pipelines then, not with n-gram drafts."""
+    assert make_policy("vllm_v1", knobs).plans_ahead(**engine) is ahead
+
+
+def test_a_version_that_is_none_is_refused():
+    with pytest.raises(PolicyError, match=r"engine_version: found 'latest', expected a version such as 0.14"):
+        make_policy("vllm_v1", {"engine_version": "latest"})

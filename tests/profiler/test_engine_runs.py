@@ -2,7 +2,7 @@
 
 import csv
 
-from profiler.engine_runs import closed_loop_runs, half_of, rate_runs
+from profiler.measurements.engine_runs import closed_loop_runs, half_of, rate_runs
 from tests.shared_data import shared
 
 

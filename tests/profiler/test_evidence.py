@@ -34,8 +34,9 @@ def test_two_grids_in_one_profile_are_told_apart() -> None:
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "h100", "a6000"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_parts_sum_to_the_iterations(gpu: str, pp: int) -> None:
-    cost = load_cost_model("llama-3.1-8b", gpu, pp=pp)
+@pytest.mark.parametrize("engine", ["none", "vllm:0.19"])
+def test_parts_sum_to_the_iterations(gpu: str, pp: int, engine: str) -> None:
+    cost = load_cost_model("llama-3.1-8b", gpu, pp=pp, engine=engine)
     shapes = [DECODES, CHUNK_BESIDE, TWO_CHUNKS, FAR, BatchShape(dummy_tokens=8)]
     whole = [
         sum(cost.host_ns(shape)) + sum(cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(pp))

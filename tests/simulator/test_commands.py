@@ -144,6 +144,54 @@ def test_files_of_a_config_are_those_beside_it_and_else_those_of_the_working_fol
     assert read_config_file(Path("run.toml"))["trace"] == "mine.csv", "named alike from both"
 
 
+def test_a_run_is_not_made_again_from_files_that_have_changed(trace, tmp_path):
+    (tmp_path / "my.py").write_text(MINE.format(size=16))
+    done = simulator("replay", trace, "--policy", "my.py:Mine", "--out", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    again = ("replay", "--config", "one", "--out", "two")
+    assert simulator(*again, cwd=tmp_path).returncode == 0
+    (tmp_path / "my.py").write_text(MINE.format(size=64))
+    trace.write_text(GOOD + "9,9,9\n")
+    refused = simulator(*again, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "my.py (sha256" in refused.stderr
+    assert "trace.csv (sha256" in refused.stderr
+    assert simulator(*again, "--anyway", cwd=tmp_path).returncode == 0
+    (tmp_path / "other.csv").write_text(GOOD)  # another trace that is asked for by name is no change, the policy is
+    assert "trace" not in simulator("replay", "other.csv", *again[1:], cwd=tmp_path).stderr
+    other = simulator("replay", "other.csv", *again[1:], "--policy", "orca", cwd=tmp_path)
+    assert other.returncode == 0, other.stderr
+
+
+MINE = """
+import dataclasses
+from policies import Policy, knob
+from policies.chunked import Chunked
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Chunked):
+    chunk_size: int = knob({size}, "Prefill tokens of an iteration.")
+"""
+
+
+def test_policies_of_one_name_are_two_rows_and_two_folders(trace, tmp_path):
+    for version, size in (("v1", 16), ("v2", 64)):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "my.py").write_text(MINE.format(size=size))
+    both = "v1/my.py:Mine,v2/my.py:Mine"
+    done = simulator("compare", trace, "--policies", both, "--out", "study", "--figures", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert list(rows) == both.split(",")
+    first, second = (row["iterations"] for row in rows.values())
+    assert first > second
+    folders = sorted(path.name for path in (tmp_path / "study").iterdir())
+    assert folders == ["figures", "v1-my.py-Mine", "v2-my.py-Mine"]
+    draws = simulator("compare", trace, "--policies", both, "--seeds", 2, "--json", cwd=tmp_path)
+    assert all(f'"{label}"' in draws.stdout for label in both.split(","))
+
+
 def test_compare_gives_each_policy_the_knobs_that_it_has(trace, tmp_path):
     done = simulator(
         "compare",

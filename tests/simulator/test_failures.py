@@ -79,6 +79,14 @@ def test_whoever_arrives_while_all_are_down_waits_for_the_one_that_comes_back():
     assert lives(result) == [(0, 0, 0, 1.5), (0, 10, 10, None)]
 
 
+def test_who_waits_by_priority_starts_over_when_its_replica_is_back():
+    """The heap of waiting requests holds those of the dead replica until they come to its top."""
+    trace = trace_of([(0, 8, 30)] * 5)
+    knobs = {"scheduling": "priority"}
+    result = run(trace, policy="vllm_v1", knobs=knobs, num_blocks=12, block_size=4, failures=("0@3+2",))
+    assert result.summary["finished"] == 5
+
+
 def test_nobody_waits_for_a_replica_that_will_not_come_back():
     result = run(trace_of([(0, 4, 9), (20, 4, 2)]).with_timeout(100), failures=("0@1.5",))
     assert by_request(result, "status").tolist() == ["failed", "failed"]
@@ -154,6 +162,35 @@ def test_a_drained_replica_ends_its_requests_first():
     result = run(trace, replicas=2, autoscale={**GROW, "running_low": 3, "patience_s": 0})
     assert lives(result) == [(0, 0, 0, None), (1, 0, 0, 100)]
     assert by_request(result, "finished_s").tolist() == [100, 100]
+
+
+def test_a_drained_replica_can_die_and_does_not_come_back():
+    """Drained at 5 s, it would have been there until 100 s. Its request goes on with what it has: 20 tokens by 20 s."""
+    trace = trace_of([(0, 4, 100), (0, 4, 100)])
+    options = {"replicas": 2, "autoscale": {**GROW, "running_low": 3, "patience_s": 0}}
+    result = run(trace, **options, failures=("1@20.5+10",))
+    assert lives(result) == [(0, 0, 0, None), (1, 0, 0, 20.5)]
+    assert token_times(result, 1)[19:21] == [20, 22]
+    check_conservation(trace, result)
+    failed = run(trace, **options, failures=("1@20.5",), on_failure="fail")
+    assert by_request(failed, "status").tolist() == ["finished", "failed"]
+
+
+def test_a_replica_that_comes_back_counts_among_the_most_that_a_pool_may_have():
+    """Two at most: while one is down for 30 s, its place is not given to another that it would find there."""
+    trace = trace_of([(0.5 * i, 4, 4) for i in range(120)])
+    result = run(trace, max_num_seqs=1, replicas=2, autoscale={**GROW, "most": 2}, failures=("1@3+30",))
+    check_conservation(trace, result)
+    assert [life[:3] for life in lives(result)] == [(0, 0, 0), (1, 0, 0), (1, 33, 33)]
+    gone_for_good = run(trace, max_num_seqs=1, replicas=2, autoscale={**GROW, "most": 2}, failures=("1@3",))
+    assert [life[:3] for life in lives(gone_for_good)] == [(0, 0, 0), (1, 0, 0), (2, 5, 12)]
+
+
+def test_replicas_stand_by_number_whoever_died_and_came_back():
+    """Round robin finds the next number by searching; 0 and 2 return in the other order, 3 was never gone."""
+    trace = trace_of([(0, 4, 2)] * 4 + [(50 + 10 * i, 4, 2) for i in range(8)])
+    result = run(trace, replicas=4, router="round_robin", failures=("2@10+20", "0@12+8"))
+    assert by_request(result, "replica").tolist() == [0, 1, 2, 3] * 3
 
 
 def test_a_drained_replica_is_there_until_its_last_batch_is_over():

@@ -267,6 +267,46 @@ def test_clients_that_give_up_during_a_fetch_and_hosts_that_die_lose_nobody():
     assert summary["aborted"] > 0
 
 
+STORE = {
+    "policy": "chunked", "num_blocks": 1000, "replicas": 2, "router": "round_robin", "kv_latency_s": 0.0,
+    "kv_store_gib": 4.0, "kv_bandwidth": 1280 * MIB,
+}  # fmt: skip
+
+
+def two_prompts(second_s: float):
+    """1,536 tokens each, the first 1,024 alike: 128 MiB, 0.1 s on the wire; computed they take 1.024 s."""
+    trace = trace_of([(0, 1536, 5), (second_s, 1536, 5)])
+    return replace(trace, prefix_hashes=[(1, 2, 10), (1, 2, 11)], hash_tokens=512)
+
+
+@pytest.mark.parametrize("back", ["", "+0.02"])
+def test_what_is_on_its_way_from_a_host_that_dies_does_not_arrive(back):
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    well = run(two_prompts(5), cost, **STORE)
+    ended = run(two_prompts(5), cost, **STORE, failures=(f"0@5.05{back}",))
+    assert well.summary["store_hit_tokens"] == 1024
+    assert well.tables.column("requests", "first_token_s")[1] == pytest.approx(5 + 0.1 + 0.522, abs=1e-3)
+    assert ended.summary["store_hit_tokens"] == 0
+    assert ended.tables.column("requests", "first_token_s")[1] == pytest.approx(5.05 + 1.566, abs=1e-3)
+
+
+def test_what_is_on_its_way_to_a_host_that_dies_starts_over_at_that_moment():
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    ended = run(two_prompts(5), cost, **STORE, failures=("1@5.05",))
+    # Replica 0 has the prefix on its own device.
+    assert ended.tables.column("requests", "replica").tolist() == [0, 0]
+    assert ended.tables.column("requests", "first_token_s")[1] < 5.05 + 1.6
+
+
+def test_a_copy_that_was_under_way_when_its_host_died_is_never_served():
+    cost = ConstantCost(device_ns=S // 100, per_row_ns=1_000_000)
+    end_s = float(run(two_prompts(9), cost, **STORE).tables.column("requests", "finished_s")[0])
+    dies = f"0@{end_s + 0.001:.6f}+1"  # 192 MiB take 3 ms over the link to the host
+    ended = run(two_prompts(9), cost, **STORE, failures=(dies,)).summary
+    assert ended["store_hit_tokens"] == 0
+    assert ended["store_bytes_in"] == 3 * 64 * MIB  # the second request's own copy
+
+
 def test_packed_keys_and_values_make_room_for_more_requests():
     """Requests of 4128 tokens, 4000 of them old: 125 groups of 32 in 4736 instead of 16384 bytes a head and layer."""
     trace = trace_of([(0, 4000, 128)])

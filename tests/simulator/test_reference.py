@@ -126,6 +126,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "long_prefill_token_threshold": st.sampled_from([0, 7]),
         "reserve_full": st.booleans(),
         "free_order": st.sampled_from(["0.19", "0.32"]),
+        "scheduling": st.sampled_from(["fcfs", "priority"]),
     },
 }
 

@@ -54,7 +54,7 @@ def test_an_arrival_in_the_middle_of_an_iteration_waits_for_its_end():
 def test_planning_one_step_ahead_hides_the_host():
     """0.5 s of host time a step costs 1.5 s an iteration in turn, 1 s when the next step is planned meanwhile."""
     cost = ConstantCost(device_ns=S, before_ns=S // 2)
-    in_turn = run(trace_of([(0, 4, 11)]), cost, policy="vllm_v1")
+    in_turn = run(trace_of([(0, 4, 11)]), cost, policy="vllm_v1", knobs={"async_scheduling": False})
     ahead = run(trace_of([(0, 4, 11)]), cost, policy="vllm_v1", knobs={"async_scheduling": True})
     assert in_turn.summary["e2e_s_max"] == 16.5
     assert ahead.summary["e2e_s_max"] == 11.5

@@ -49,7 +49,7 @@ BAD_FILES = {
     "binary": (bytes(range(256)), "found binary data"),
     "picture": (b"\x89PNG\r\n\x1a\n", "found a picture"),
     "UTF-16": ((HEADER + "0,5,5\n").encode("utf-16"), "found UTF-16 text, expected UTF-8"),
-    "cut gz": (gzip.compress(HEADER.encode() * 100)[:-9], "found gzip data that stops early"),
+    "cut gz": (gzip.compress((HEADER + "1,5,5\n" * 100).encode())[:-9], "found gzip data that stops early"),
     "damaged gz": (b"\x1f\x8b" + b"x" * 100, "found damaged gzip data"),
     "broken Parquet": (b"PAR1" + b"x" * 100, "found damaged Parquet"),
     "cut JSONL": (
@@ -142,7 +142,8 @@ def test_what_is_not_a_file_is_said(tmp_path: Path) -> None:
 def test_a_small_gz_cannot_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "bomb.csv.gz"
     path.write_bytes(gzip.compress(HEADER.encode() + b"0,5,5\n" * 1_000_000))
-    assert "expected at most 1,000,000 bytes" in complaint(path, max_bytes=1_000_000)
+    assert "expected at most 1,000,000 bytes; pass --limit or --window" in complaint(path, max_bytes=1_000_000)
+    assert len(read_trace(path, max_bytes=1_000_000, limit=7)) == 7
 
 
 def test_wrong_options_are_said(tmp_path: Path) -> None:

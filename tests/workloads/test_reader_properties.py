@@ -1,9 +1,10 @@
-"""Whatever a file holds, it becomes a trace or one line; what was written reads back equal; both ways in agree."""
+"""Whatever a file holds, it becomes a trace or one line; what was written reads back equal; a cell means the same in any company."""
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,10 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from workloads import Trace, TraceError, read_trace, write_trace
-from workloads.reading.delimited import DelimitedTable
-from workloads.reading.json_lines import JsonTable
-from workloads.reading.parquet import ParquetTable
+from workloads import Trace, TraceError, read_trace, source, write_trace
+from workloads.reading import columns
 
 several = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -82,12 +81,12 @@ def test_any_columns_of_a_parquet_end_in_a_trace_or_one_line(
         st.lists(st.integers(0, 9), max_size=3),
         st.booleans(),
     ]
-    columns = {}
+    drawn_columns = {}
     for name, kind in kinds.items():
         column = data.draw(st.lists(st.none() | drawn[kind], min_size=3, max_size=3))
-        columns[name] = pa.array(column, types[kind])
+        drawn_columns[name] = pa.array(column, types[kind])
     path = tmp_path / "t.parquet"
-    parquet.write_table(pa.table(columns), path)
+    parquet.write_table(pa.table(drawn_columns), path)
     try_all(path)
 
 
@@ -100,22 +99,38 @@ def test_any_bytes_end_in_a_trace_or_one_line(tmp_path: Path, content: bytes, st
 
 
 @contextmanager
-def carefully() -> Iterator[None]:
+def cell_by_cell() -> Iterator[None]:
+    """No column is converted as a whole: every cell goes through `workloads.cells`."""
+
+    def unsure(raw: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros(len(raw), dtype), np.zeros(len(raw), bool)
+
     with pytest.MonkeyPatch.context() as patch:
-        for table in (DelimitedTable, JsonTable, ParquetTable):
-            patch.setattr(table, "columns", lambda self, wanted: None)
+        patch.setattr(columns, "fast_numbers", lambda raw: unsure(raw, np.float64))
+        patch.setattr(columns, "fast_dates", lambda raw: unsure(raw, np.int64))
         yield
 
 
 good_names = ["arrival_s", "prompt_tokens", "output_tokens", "max_output_tokens", "session", "priority", "timeout_s"]
-good_cells = st.integers(1, 60).map(str) | st.sampled_from(["2.5", "7.0", "1e1", "", " 3", "NA", "0", "x"])
+good_cells = st.integers(1, 60).map(str) | st.sampled_from(["2.5", "7.0", "1e1", "", " 3", "NA", "0", "x", "-2", '"4"'])
+dates = ["2023-11-16 18:15:46.6805900", "2023-11-16T18:15:47Z", "2023-11-16 19:15:48+01:00", "2023-02-30 10:00:00", "5"]
 
 
 @several
 @given(st.lists(st.lists(good_cells, min_size=7, max_size=7), min_size=1, max_size=5), st.booleans())
-def test_the_fast_and_the_careful_way_into_a_csv_agree(tmp_path: Path, rows: list[list[str]], tabs: bool) -> None:
+def test_a_csv_is_read_alike_by_columns_and_cell_by_cell(tmp_path: Path, rows: list[list[str]], tabs: bool) -> None:
     path = tmp_path / "t.csv"
     path.write_text("".join(("\t" if tabs else ",").join(row) + "\n" for row in [good_names, *rows]))
+    agree(path)
+
+
+@several
+@given(st.lists(st.sampled_from(dates + NASTY), min_size=1, max_size=6))
+def test_dates_are_read_alike_by_columns_and_cell_by_cell(tmp_path: Path, times: list[str]) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("timestamp,prompt,output\n" + "".join(f"{time},5,5\n" for time in times if "," not in time))
+    agree(path)
+    path.write_text("".join(json.dumps({"timestamp": time, "prompt": 5, "output": 5}) + "\n" for time in times))
     agree(path)
 
 
@@ -124,7 +139,7 @@ good_values = st.integers(1, 60) | st.sampled_from([2.5, 7.0, None, "12", 0, "x"
 
 @several
 @given(st.lists(st.lists(good_values, min_size=7, max_size=7), min_size=1, max_size=5))
-def test_the_fast_and_the_careful_way_into_jsonl_and_parquet_agree(tmp_path: Path, rows: list[list[object]]) -> None:
+def test_jsonl_and_parquet_are_read_alike_by_columns_and_cell_by_cell(tmp_path: Path, rows: list[list[object]]) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(dict(zip(good_names, row))) + "\n" for row in rows))
     agree(path)
@@ -137,14 +152,93 @@ def test_the_fast_and_the_careful_way_into_jsonl_and_parquet_agree(tmp_path: Pat
 
 def agree(path: Path) -> None:
     for options in ({}, {"on_unsorted": "sort", "on_bad_row": "skip"}):
-        fast = outcome(path, **options)
-        with carefully():
-            careful = outcome(path, **options)
-        if isinstance(fast, Trace) and isinstance(careful, Trace):
-            assert fast.same_requests(careful)
-            assert fast.notes == careful.notes
-        else:
-            assert fast == careful
+        by_columns = outcome(path, **options)
+        with cell_by_cell():
+            each = outcome(path, **options)
+        same(by_columns, each)
+
+
+def same(one: Trace | str, other: Trace | str) -> None:
+    if isinstance(one, Trace) and isinstance(other, Trace):
+        assert one.same_requests(other)
+        assert one.notes == other.notes
+    else:
+        assert one == other
+
+
+@several
+@given(
+    st.lists(st.tuples(st.lists(good_cells, min_size=6, max_size=6), st.booleans()), min_size=2, max_size=12),
+    st.integers(1, 5),
+)
+def test_where_blocks_end_and_what_stands_elsewhere_changes_no_row(
+    tmp_path: Path, drawn: list[tuple[list[str], bool]], block: int
+) -> None:
+    """A row is good or bad by itself: with bad rows skipped, a file holds what its rows hold one by one."""
+    path = tmp_path / "t.csv"
+    rows = [f"{at}," + ",".join(row)[: None if whole else 7] + "\n" for at, (row, whole) in enumerate(drawn)]
+
+    def read(*some: str) -> Trace | str:
+        path.write_text(",".join(good_names) + "\n" + "".join(some))
+        return outcome(path, on_bad_row="skip")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "BLOCK", 1 << 20)
+        whole = read(*rows)
+        patch.setattr(source, "BLOCK", 16 * block)
+        small = read(*rows)
+        patch.setattr(source, "BLOCK", 1 << 20)
+        alone = [read(row) for row in rows]
+    same(whole, small)
+    good = [trace for trace in alone if isinstance(trace, Trace)]
+    assert len(good) == (len(whole) if isinstance(whole, Trace) else 0)
+    if isinstance(whole, Trace):
+        assert whole.prompt_tokens.tolist() == [int(trace.prompt_tokens[0]) for trace in good]
+
+
+def test_one_bad_cell_costs_one_row(tmp_path: Path) -> None:
+    """Wherever it stands: a first date that is none, an open quote, a quote that a later row seems to close."""
+    good = [f"2023-11-16 18:15:{second:02}.5,5,5\n" for second in range(16)]
+    path = tmp_path / "t.csv"
+    for at in (0, 7, 15):
+        for bad in ("soon,5,5\n", '2023-11-16 18:15:30,"5,5\n', '"2023-11-16 18:15:30,5,5\n', "1,2\n", "\udcff,5,5\n"):
+            rows = [bad if row == at else text for row, text in enumerate(good)]
+            path.write_bytes(("timestamp,prompt,output\n" + "".join(rows)).encode("utf-8", "surrogateescape"))
+            trace = read_trace(path, on_bad_row="skip")
+            assert len(trace) == 15
+            assert trace.notes[0].startswith(f"1 bad row skipped: row {at + 1} (line {at + 2})")
+    two = [text.replace("5,5", '"5,5') if row in (3, 9) else text for row, text in enumerate(good)]
+    path.write_text("timestamp,prompt,output\n" + "".join(two))
+    assert len(read_trace(path, on_bad_row="skip")) == 14
+
+
+def test_a_quoted_cell_may_go_on_over_lines_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('arrival_s,text,prompt_tokens,output_tokens\n0,"a ""b"",\nc\n",5,6\n1,d,7,8\n2,"x,5,6\n3,e,9,9\n')
+    for block in (1 << 20, 16, 40):
+        monkeypatch.setattr(source, "BLOCK", block)
+        trace = read_trace(path, on_bad_row="skip")
+        assert trace.prompt_tokens.tolist() == [5, 7, 9]
+        assert "1 bad row skipped: row 3 (line 6)" in trace.notes[0]
+
+
+def test_a_window_or_a_limit_reads_what_it_needs_and_the_same_of_it(tmp_path: Path) -> None:
+    """Two hundred thousand rows in blocks of 64 KiB; the last one is bad, and a window before it never gets there."""
+    path = tmp_path / "t.csv"
+    rows = np.arange(200_000)
+    path.write_text(
+        "timestamp,prompt,output\n" + "".join(f"{row * 500},{5 + row % 7},{1 + row % 3}\n" for row in rows) + "x,y,z\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "BLOCK", 1 << 16)
+        whole = read_trace(path, on_bad_row="skip", time_unit="ms")
+        for window_s, limit in (((1000.0, 2000.0), None), ((0.0, 0.5), None), (None, 1234), ((3000.0, 9000.0), 50)):
+            part = read_trace(path, time_unit="ms", window_s=window_s, limit=limit, max_bytes=1_000_000)
+            cut = whole if window_s is None else whole.between(*window_s)
+            assert part.same_requests(cut if limit is None else cut.head(limit))
+        assert read_trace(path, limit=3).provenance["sha256"] == whole.provenance["sha256"]
+        with pytest.raises(TraceError, match="pass --limit or --window"):
+            read_trace(path, max_bytes=1_000_000)
 
 
 counts = st.integers(1, 100_000_000)
@@ -191,5 +285,5 @@ def test_a_written_trace_reads_back_equal(tmp_path: Path, trace: Trace, ending: 
         expected, found = getattr(trace, name), getattr(again, name)
         assert (expected is None) == (found is None), name
         assert expected is None or list(expected) == list(found), name
-    with carefully():
+    with cell_by_cell():
         assert read_trace(path).same_requests(again)

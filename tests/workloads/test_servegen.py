@@ -67,7 +67,7 @@ def test_lengths_change_with_their_window(tmp_path: Path) -> None:
 def test_gaps_keep_shape_and_rate(kind: str, shape: float, cv: float) -> None:
     """CV of Gamma(k) is 1/sqrt(k); of Weibull(1/2) sqrt(5)."""
     client = Client("c", np.array([0.0, 20_000.0]), np.array([1.0, 2.0]), (kind, kind), np.array([shape, shape]), ())
-    times = arrival_times_s(client, np.random.default_rng(0))
+    times = np.concatenate(list(arrival_times_s(client, np.random.default_rng(0))))
     assert (times < 20_000).sum() == pytest.approx(20_000, rel=0.06)
     assert (times >= 20_000).sum() == pytest.approx(40_000, rel=0.06)
     gaps = np.diff(times[times < 20_000])

@@ -1,8 +1,4 @@
-"""From understood cells to the columns of a trace: units, clocks, order, failures and give-ups.
-
-Both ways through a file end here. Without `places` (the fast way) any oddity is raised as such, and the careful way
-is asked; with them it becomes a message that names the cell.
-"""
+"""From understood cells to the columns of a trace: units, clocks, order, failures and give-ups."""
 
 from __future__ import annotations
 
@@ -12,23 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workloads.cells import (
-    EPOCH_S,
-    MAX_SPAN_S,
-    MAX_TIME_S,
-    MAX_TOKENS,
-    WHOLE_RANGES,
-    BadCellError,
-    integers,
-    is_missing,
-    text,
-)
-from workloads.column_names import LISTS, NS_PER_UNIT, REQUIRED, TEXTS, Field, plain
+from workloads.cells import EPOCH_S, MAX_SPAN_S, MAX_TIME_S
+from workloads.column_names import NS_PER_UNIT, Field, plain
 from workloads.ragged import RaggedColumn
+from workloads.reading.chunk import place
 from workloads.trace import TraceError
 
 Cells = dict[str, Any]
-"""Meaning -> float64 column (NaN: nothing stands there), int64 nanoseconds (dates), or a list of texts or lists."""
+"""Meaning -> float64 column (NaN: nothing stands there), int64 nanoseconds (dates), list of texts, or RaggedColumn."""
 
 HASH_TOKENS = (512, 16, 32, 64, 128, 256, 1024, 2048)
 """Tokens per prefix hash that files use, Mooncake's first: tried in this order where a file does not say."""
@@ -38,119 +25,39 @@ SLOW_GAP_S, QUICK_GAP_S = 20.0, 0.002
 SLOW_LOAD, QUICK_LOAD = 10.0, 1e6
 """Tokens per second, prompts and answers, between which nearly every recorded service lies."""
 SHORT_GAP_MS = 100.0
+DECIDING_ROWS = 1000
+"""Of the first so many is asked which unit their times are in: the same ones, whatever window is read."""
 DOUBTED_FROM = 10
 """Fewer requests have no rate to speak of."""
 
 
-class OddColumnError(Exception):
-    """Something is not as the fast way wants it."""
-
-
 @dataclass(frozen=True)
 class Options:
+    """How a file is read; kind: its format, once that is known."""
+
     path: str
-    kind: str
     skip: bool = False
     sort: bool = False
     hash_tokens: int | None = None
+    kind: str = ""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where each row stood: (row, line) per row; and what was said on the way."""
+def assemble(
+    cells: Cells, places: NDArray[np.int64], found: dict[str, Field], options: Options, notes: list[str]
+) -> dict[str, Any]:
+    """The arguments of a Trace, all but its name and provenance; and elapsed_ns, how long answers took (or None).
 
-    rows: NDArray[np.int64]
-    notes: tuple[str, ...] = ()
-
-
-def fast_cells(columns: dict[str, Any]) -> Cells:
-    """Arrow columns as cells; raises OddColumnError for whatever is not a clean column of the expected type."""
-    import pyarrow as pa
-
-    cells: Cells = {}
-    for meaning, column in columns.items():
-        try:
-            cells[meaning] = _fast_column(meaning, column)
-        except (pa.ArrowException, BadCellError, ValueError, TypeError) as error:
-            raise OddColumnError from error
-    if not len(cells["prompt_tokens"]):
-        raise OddColumnError
-    return cells
+    places: (row, line) of each row. notes: what was said on the way. Raises TraceError that names the cell.
+    """
+    return _Assembly(cells, places, found, options, notes).columns()
 
 
-def _fast_column(meaning: str, column: Any) -> Any:
-    import pyarrow as pa
-
-    types = pa.types
-    if meaning in TEXTS:
-        if not (types.is_string(column.type) or types.is_large_string(column.type) or types.is_integer(column.type)):
-            raise OddColumnError
-        return [None if is_missing(cell) else text(cell) for cell in column.to_pylist()]
-    if meaning in LISTS:
-        return _ragged(column)
-    if meaning == "arrival" and (types.is_string(column.type) or types.is_timestamp(column.type)):
-        zone = getattr(column.type, "tz", None)
-        return _numbers(column.cast(pa.timestamp("ns", tz=zone)).cast(pa.int64()))
-    if not (types.is_integer(column.type) or types.is_floating(column.type)):
-        raise OddColumnError
-    values = _numbers(column.cast(pa.float64()), meaning not in (*REQUIRED, "arrival"))
-    low, high = WHOLE_RANGES.get(meaning, (0, np.inf))
-    if meaning in REQUIRED:
-        low, high = 0, MAX_TOKENS
-    wrong = (values < low) | (values > high) | np.isinf(values)
-    if meaning in REQUIRED or meaning in WHOLE_RANGES:
-        wrong |= values != np.floor(values)
-        wrong &= ~np.isnan(values)
-    if wrong.any():
-        raise OddColumnError
-    return values
-
-
-def _numbers(column: Any, may_miss: bool = False) -> NDArray[Any]:
-    if column.null_count and not may_miss:
-        raise OddColumnError
-    values = _as_numpy(column)
-    if values.dtype == np.float64 and not may_miss and np.isnan(values).any():
-        raise OddColumnError
-    return values
-
-
-def _as_numpy(column: Any) -> NDArray[Any]:
-    """Numbers straight from memory where they can be: pyarrow's `to_numpy` loads pandas first, which takes longer than
-    reading many a trace."""
-    if column.null_count or not len(column):
-        values: NDArray[Any] = column.to_numpy()
-        return values
-    dtype = column.type.to_pandas_dtype()
-    parts = [
-        np.frombuffer(chunk.buffers()[1], dtype, count=chunk.offset + len(chunk))[chunk.offset :]
-        for chunk in column.chunks
-        if len(chunk)
-    ]
-    return np.concatenate(parts)
-
-
-def _ragged(column: Any) -> RaggedColumn:
-    import pyarrow as pa
-
-    if pa.types.is_string(column.type):
-        return RaggedColumn.of([[] if is_missing(cell) else integers(cell) for cell in column.to_pylist()])
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        raise OddColumnError
-    lists = column.combine_chunks()
-    lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    lists = lists.cast(pa.large_list(pa.int64()))
-    if lists.null_count:
-        raise OddColumnError
-    if lists.values.null_count:
-        raise OddColumnError
-    return RaggedColumn(lists.values.to_numpy(), lists.offsets.to_numpy())
-
-
-def assemble(cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> dict[str, Any]:
-    """The arguments of a Trace, all but its name and provenance; and elapsed_ns, how long answers took (or None)."""
-    build = _Assembly(cells, found, options, places)
-    return build.columns()
+def out_of_order(options: Options, field: Field, where: tuple[int, int], time: Any, before: Any) -> TraceError:
+    """The complaint about an arrival before that of the row above."""
+    return TraceError(
+        f"{options.path}, {place(*where)}, column {field.column!r}: found {_number_text(time)}, expected a time not "
+        f"before that of the row above ({_number_text(before)}); sort the file, or pass --on-unsorted sort"
+    )
 
 
 def _number_text(number: Any) -> str:
@@ -163,12 +70,19 @@ def _seconds(span_s: float) -> str:
 
 
 class _Assembly:
-    def __init__(self, cells: Cells, found: dict[str, Field], options: Options, places: Places | None) -> None:
+    def __init__(
+        self,
+        cells: Cells,
+        places: NDArray[np.int64],
+        found: dict[str, Field],
+        options: Options,
+        notes: list[str],
+    ) -> None:
         self.cells = cells
         self.found = found
         self.options = options
         self.places = places
-        self.notes: list[str] = list(places.notes) if places is not None else []
+        self.notes = list(notes)
         self.rows = np.arange(len(cells["prompt_tokens"]))  # row of the trace -> row of the cells
         self.unit = found["arrival"].unit if "arrival" in found and found["arrival"].unit else "s"
 
@@ -204,23 +118,17 @@ class _Assembly:
         """Raises for the first wrong one of self.rows, if any."""
         if not wrong.any():
             return
-        if self.places is None:
-            raise OddColumnError
         index = self.rows[int(np.argmax(wrong))]
-        row, line = self.places.rows[index]
-        cell = self.cells[meaning][index]
-        shown = _number_text(cell) if isinstance(cell, np.generic) else cell
-        place = f"row {row} (line {line})" if line else f"row {row}"
+        row, line = self.places[index].tolist()
+        cell = self.cells[meaning][int(index)]
+        shown = _number_text(cell) if isinstance(cell, np.generic) else list(cell)
         raise TraceError(
-            f"{self.options.path}, {place}, column {self.found[meaning].column!r}: found {str(shown)[:60]}, "
+            f"{self.options.path}, {place(row, line)}, column {self.found[meaning].column!r}: found {str(shown)[:60]}, "
             f"expected {expected}{mend and '; ' + mend}"
         )
 
     def _drop_failures(self) -> None:
         """BurstGPT marks a failed request by a response of zero tokens."""
-        if self.options.kind != "burstgpt":
-            self._complain("output_tokens", self.cells["output_tokens"] < 1, "a whole number of tokens from 1")
-        self._complain("prompt_tokens", self.cells["prompt_tokens"] < 1, "a whole number of tokens from 1")
         failed = self.cells["output_tokens"] == 0
         if failed.all() and len(failed):
             raise TraceError(
@@ -240,7 +148,7 @@ class _Assembly:
             since: NDArray[np.int64] = times - times.min()
             self._complain("arrival", since > MAX_SPAN_S * 1e9, "all dates within ten years of each other")
             return since
-        unit = self._unit(times)
+        unit = self._unit(times[:DECIDING_ROWS])
         per_s = NS_PER_UNIT["s"] / NS_PER_UNIT[unit]
         self._complain("arrival", times > MAX_TIME_S * per_s, f"a time of at most {MAX_TIME_S * per_s:.0e} {unit}")
         if self.options.kind == "vllm" or times.min() >= EPOCH_S * per_s:
@@ -290,7 +198,8 @@ class _Assembly:
         """How much like a service's trace the times are in this unit: its rate of requests, its tokens per second; and
         clocks that count milliseconds seldom have a fraction when gaps are short."""
         gap_s = gap / (1 if unit == "s" else 1000)
-        tokens = float(np.mean(self.cells["prompt_tokens"][self.rows] + self.cells["output_tokens"][self.rows]))
+        rows = self.rows[:DECIDING_ROWS]
+        tokens = float(np.mean(self.cells["prompt_tokens"][rows] + self.cells["output_tokens"][rows]))
         seldom = unit == "ms" and fractions and gap < SHORT_GAP_MS
         usual_rate, usual_load = QUICK_GAP_S <= gap_s <= SLOW_GAP_S, SLOW_LOAD <= tokens / gap_s <= QUICK_LOAD
         return int(usual_rate) + int(usual_load) - int(seldom)
@@ -300,9 +209,10 @@ class _Assembly:
         if not back.any():
             return arrival_ns
         if not self.options.sort:
-            before = self.cells["arrival"][self.rows[int(np.argmax(back)) - 1]]
-            expected = f"a time not before that of the row above ({_number_text(before)})"
-            self._complain("arrival", back, expected, "sort the file, or pass --on-unsorted sort")
+            at = int(np.argmax(back))
+            before, time = self.cells["arrival"][self.rows[at - 1]], self.cells["arrival"][self.rows[at]]
+            where = tuple(self.places[self.rows[at]].tolist())
+            raise out_of_order(self.options, self.found["arrival"], where, time, before)
         order = np.argsort(arrival_ns, kind="stable")
         self.rows = self.rows[order]
         self.notes.append(f"Sorted by arrival: {int(back.sum())} rows came before the row above them.")
@@ -343,7 +253,7 @@ class _Assembly:
     def _hashes(self) -> tuple[RaggedColumn | None, int]:
         if "prefix_hashes" not in self.cells:
             return None, 0
-        hashes = RaggedColumn.of(self.cells["prefix_hashes"])
+        hashes: RaggedColumn = self.cells["prefix_hashes"]
         whole = len(self.rows) == len(hashes) and bool((np.diff(self.rows) == 1).all())
         ordered = hashes if whole else hashes.take(self.rows)
         hash_tokens = self._hash_tokens(ordered.lengths)
@@ -377,7 +287,7 @@ class _Assembly:
     def _prompt_ids(self) -> RaggedColumn | None:
         if "prompt_ids" not in self.cells:
             return None
-        ids = RaggedColumn.of(self.cells["prompt_ids"]).take(self.rows)
+        ids: RaggedColumn = self.cells["prompt_ids"].take(self.rows)
         if not ids.lengths.any():
             return None
         wrong = (ids.lengths > 0) & (ids.lengths != self.cells["prompt_tokens"][self.rows])
@@ -389,7 +299,7 @@ class _Assembly:
         if "after_row" not in self.cells:
             return None, None
         after = self._whole("after_row", -1)
-        file_rows = self.rows if self.places is None else self.places.rows[self.rows, 0] - 1
+        file_rows = self.places[self.rows, 0] - 1
         self._complain("after_row", after >= file_rows, "an earlier row (counted from 0), or -1")
         new_row = np.full(int(file_rows.max()) + 2, -1, np.int64)  # the last entry answers for -1
         new_row[file_rows] = np.arange(len(self.rows))

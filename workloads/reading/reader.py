@@ -1,12 +1,11 @@
 """The one door through which traces come in: any known format, found by content, into columns.
 
-The fast way reads whole columns with Arrow and checks them with numpy. When anything is odd, the careful way walks
-the same file row by row, and either names the exact cell or finds that there was nothing wrong after all.
+A file is read in chunks of rows, and each chunk becomes columns at once (`workloads.reading.columns`), so that a file
+may be larger than memory as long as what a window or a limit leaves of it is not.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,13 @@ from workloads.column_names import Field
 from workloads.generating import arrival_processes
 from workloads.generating import sessions as session_loops
 from workloads.reading import servegen
-from workloads.reading.assembly import OddColumnError, Options, assemble, fast_cells
+from workloads.reading.assembly import Options, assemble
+from workloads.reading.chunk import Table
+from workloads.reading.columns import Columns
 from workloads.reading.delimited import DelimitedTable
 from workloads.reading.json_lines import JsonTable
 from workloads.reading.parquet import ParquetTable
-from workloads.reading.row_by_row import careful_cells
+from workloads.reading.part import Part
 from workloads.source import MAX_BYTES, Source, open_source, refuse_settings
 from workloads.trace import Trace, TraceError
 
@@ -82,6 +83,7 @@ def read_trace(
     timeout_s: every client gives up so long after its request's arrival.
     hash_tokens: prompt tokens per prefix hash, whatever the file says or leaves open. time_unit: s, ms, us or ns, of
         times that are numbers, likewise.
+    max_bytes: most memory of the requests' columns; a larger file is read as far as window_s and limit go.
 
     Raises TraceError: one line with file, row, column, what was found, what was expected and how to mend it.
     """
@@ -100,14 +102,16 @@ def read_trace(
         raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")
     if trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
         early = window_s if process is None else None
-        trace = servegen.read_servegen(path, seed=seed, coupling=coupling, window_s=early)
+        trace = servegen.read_servegen(
+            path, seed=seed, coupling=coupling, window_s=early, limit=limit if early or window_s is None else None
+        )
         elapsed_ns, window_s = None, None if early else window_s
     else:
-        sort = on_unsorted == "sort"
-        skip = on_bad_row == "skip"
-        trace, elapsed_ns = _read_file(
-            path, trace_format, skip, sort, process is not None, max_bytes, hash_tokens, time_unit
-        )
+        # What moves rows afterwards has to see all of them.
+        whole = process is not None or spread_ties or sessions == "closed" or on_unsorted == "sort"
+        part = Part() if whole else Part(window_s, limit)
+        options = Options(os.fspath(path), on_bad_row == "skip", on_unsorted == "sort", hash_tokens)
+        trace, elapsed_ns = _read_file(path, trace_format, options, part, process is not None, time_unit, max_bytes)
     if process is not None:
         trace = arrival_processes.retimed(trace, process, seed)
     if spread_ties:
@@ -127,15 +131,14 @@ def read_trace(
 def _read_file(
     path: str | os.PathLike[str],
     trace_format: str,
-    skip: bool,
-    sort: bool,
+    options: Options,
+    part: Part,
     has_process: bool,
-    max_bytes: int,
-    hash_tokens: int | None,
     time_unit: str | None,
+    max_bytes: int,
 ) -> tuple[Trace, NDArray[np.int64] | None]:
     """One file as a trace, and how long its answers took where it tells."""
-    source = open_source(path, max_bytes)
+    source = open_source(path)
     refuse_settings(source)
     table = _table(source, trace_format)
     found = fields.find(table.names)
@@ -144,32 +147,32 @@ def _read_file(
         found.pop("arrival", None)
     if time_unit is not None and "arrival" in found:
         found["arrival"] = replace(found["arrival"], unit=time_unit)
-    options = Options(source.path, kind, skip=skip, sort=sort or kind.startswith("vllm"), hash_tokens=hash_tokens)
+    options = replace(options, path=source.path, kind=kind, sort=options.sort or kind.startswith("vllm"))
     _require(table, found, has_process)
-    columns = _columns(table, found, options)
+    columns = _columns(table, found, options, part, max_bytes)
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
-    columns["provenance"] = {
-        "path": os.fspath(path),
-        "format": kind,
-        "sha256": hashlib.sha256(source.content).hexdigest(),
-    }
+    columns["provenance"] = {"path": os.fspath(path), "format": kind, "sha256": source.sha256()}
     elapsed_ns = columns.pop("elapsed_ns")
     return Trace(**columns), elapsed_ns
 
 
-def _columns(table: Any, found: dict[str, Field], options: Options) -> dict[str, Any]:
-    wanted = list(found.values())
-    columns = table.columns(wanted)
-    if columns is not None:
-        try:
-            return assemble(fast_cells(columns), found, options, None)
-        except OddColumnError:
-            pass  # the careful way finds out where, or that it was harmless
-    cells, places = careful_cells(table, found, options)
-    return assemble(cells, found, options, places)
+def _columns(table: Table, found: dict[str, Field], options: Options, part: Part, max_bytes: int) -> dict[str, Any]:
+    least = 0 if options.kind == "burstgpt" else 1
+    columns = Columns(table.path, found, skip=options.skip, least_output=least, max_bytes=max_bytes)
+    part.begin(found, options)
+    wanted = list(dict.fromkeys(field.column for field in found.values()))
+    for chunk in table.chunks(wanted):
+        while part.wants_more and (len(chunk.rows) or chunk.bad):
+            some, chunk = chunk.cut(part.rows_at_once(len(chunk.rows)))
+            columns.add(some, part.keep)
+        if not part.wants_more:
+            break
+    if not columns.num_rows and not part.num_left_out:
+        columns.refuse_none()
+    return assemble(columns.cells(), columns.places(), found, options, columns.notes())
 
 
-def _table(source: Source, trace_format: str) -> DelimitedTable | JsonTable | ParquetTable:
+def _table(source: Source, trace_format: str) -> Table:
     table = _CONTAINERS[source.kind](source)
     if trace_format in ("csv", "jsonl", "parquet") and table.kind != trace_format:
         raise TraceError(
@@ -178,7 +181,7 @@ def _table(source: Source, trace_format: str) -> DelimitedTable | JsonTable | Pa
     return table
 
 
-def _kind(table: Any, found: dict[str, Field], trace_format: str) -> str:
+def _kind(table: Table, found: dict[str, Field], trace_format: str) -> str:
     dialect = fields.dialect(table.names)
     if trace_format in ("auto", "csv", "jsonl", "parquet"):
         if trace_format == "auto" and dialect:
@@ -192,7 +195,7 @@ def _kind(table: Any, found: dict[str, Field], trace_format: str) -> str:
     return trace_format
 
 
-def _require(table: Any, found: dict[str, Field], has_process: bool) -> None:
+def _require(table: Table, found: dict[str, Field], has_process: bool) -> None:
     for meaning in fields.REQUIRED:
         if meaning not in found:
             raise TraceError(

@@ -14,6 +14,7 @@ import csv
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from policies.work.request import NS_PER_S
 from workloads.cells import MAX_TOKENS
 from workloads.generating.random_streams import random_stream
-from workloads.source import open_source
+from workloads.source import MAX_WHOLE, open_source
 from workloads.trace import Trace, TraceError
 
 Coupling = Literal["shared", "independent"]
@@ -38,8 +39,10 @@ _TRACE_NAME, _DATASET_NAME = "-trace.csv", "-dataset.json"
 _MAX_CLIENTS = 20_000
 _MAX_REQUESTS = 50_000_000
 _MAX_RATE = 1e6
+_AT_ONCE = 1 << 20
+_MOST_PASSED = 2_000_000_000
 _MOST_TICKS_BEFORE = 1e5
-_CLIENT_STREAM = 5
+_CLIENT_STREAM, _LENGTHS_STREAM = 5, 6
 
 
 class LengthWindow(NamedTuple):
@@ -84,10 +87,12 @@ def read_servegen(
     seed: int = 0,
     coupling: Coupling = "shared",
     window_s: tuple[float, float] | None = None,
+    limit: int | None = None,
 ) -> Trace:
     """Draws the requests of all clients in a folder; session-free, one stream per client, seeded by client name.
 
-    window_s: only this part of the clients' day, counted from its start; the trace then starts at 0.
+    window_s: only this part of the clients' day, counted from its start; the trace then starts at 0. limit: only the
+    first so many of it. Neither changes what is drawn, and what they leave out takes no memory.
     Raises TraceError naming file, row and column of what cannot be read, or when no request falls into the window.
     """
     if coupling not in ("shared", "independent"):
@@ -103,16 +108,17 @@ def read_servegen(
     for trace_path in traces:
         client = read_client(trace_path)
         number = int.from_bytes(client.name.encode()[-6:], "big")
-        rng = random_stream(seed, _CLIENT_STREAM, number)
-        drawn.append((client.name, *_requests(client, rng, coupling, window_s)))
+        times, lengths = (random_stream(seed, stream, number) for stream in (_CLIENT_STREAM, _LENGTHS_STREAM))
+        drawn.append((client.name, *_requests(client, times, lengths, coupling, window_s, limit)))
         count += len(drawn[-1][1])
         if count > _MAX_REQUESTS:
-            raise TraceError(f"{folder}: found more than {_MAX_REQUESTS:,} requests, expected fewer; narrow the window")
+            what = f"found more than {_MAX_REQUESTS:,} requests, expected fewer"
+            raise TraceError(f"{folder}: {what}; pass a narrower --window, or --limit")
     times_s, prompts, outputs = (np.concatenate(columns) for columns in list(zip(*drawn))[1:])
     if not len(times_s):
         raise TraceError(f"{folder}: found no request in this window, expected some; widen the window")
     owners = np.repeat(np.arange(len(drawn)), [len(times) for _, times, _, _ in drawn])
-    order = np.argsort(times_s, kind="stable")
+    order = np.argsort(times_s, kind="stable")[:limit]
     names = [name for name, *_ in drawn]
     start_s = window_s[0] if window_s is not None else 0.0
     return Trace(
@@ -133,7 +139,7 @@ def read_servegen(
             "coupling": coupling,
             "window_s": window_s,
             "clients": names,
-            "requests_per_client": np.bincount(owners, minlength=len(names)).tolist(),
+            "requests_per_client": np.bincount(owners[order], minlength=len(names)).tolist(),
         },
     )
 
@@ -158,7 +164,7 @@ def read_client(trace_path: Path) -> Client:
 
 def _windows(path: Path) -> list[tuple[float, float, str, float]]:
     """(start, rate, kind, shape) per line; a line is: window start, rate, CV, distribution or empty, shape, scale."""
-    text = open_source(path).content.decode("utf-8", "replace")
+    text = open_source(path).whole(MAX_WHOLE).decode("utf-8", "replace")
     windows = []
     for row, cells in enumerate(csv.reader(text.splitlines()), 1):
         if not cells:
@@ -191,7 +197,7 @@ def _number(text: str, where: str, low: float, high: float) -> float:
 
 def _length_windows(path: Path) -> tuple[LengthWindow, ...]:
     try:
-        parsed = json.loads(open_source(path).content)
+        parsed = json.loads(open_source(path).whole(MAX_WHOLE))
     except (ValueError, RecursionError) as error:
         if isinstance(error, TraceError):
             raise
@@ -235,16 +241,34 @@ def _histogram(text: object, where: str) -> tuple[NDArray[np.float64], NDArray[n
 
 
 def _requests(
-    client: Client, rng: np.random.Generator, coupling: Coupling, window_s: tuple[float, float] | None
+    client: Client,
+    rng: np.random.Generator,
+    length_rng: np.random.Generator,
+    coupling: Coupling,
+    window_s: tuple[float, float] | None,
+    limit: int | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
     """Times in s, prompt and answer lengths of one client's requests."""
-    times_s = arrival_times_s(client, rng)
-    draws = rng.random((2, len(times_s)))  # drawn for the whole day, so that a window is a part of it
+    start_s, end_s = window_s if window_s is not None else (-math.inf, math.inf)
+    times: list[NDArray[np.float64]] = []
+    before = count = 0
+    for part in arrival_times_s(client, rng, end_s):
+        first, last = np.searchsorted(part, (start_s, end_s)).tolist()
+        before += first if not times else 0
+        if last > first:
+            times.append(part[first:last])
+            count += last - first
+        if last < len(part) or (limit is not None and count >= limit):
+            break
+        if count > _MAX_REQUESTS:
+            what = f"found more than {_MAX_REQUESTS:,} requests, expected fewer"
+            raise TraceError(f"{client.name}: {what}; pass a narrower --window, or --limit")
+    times_s = np.concatenate(times)[:limit] if times else np.empty(0)
+    # Two numbers a request, in order: those of the requests before are passed over, so that a window is a part of it.
+    length_rng.bit_generator.advance(2 * before)  # type: ignore[attr-defined]
+    draws = length_rng.random((len(times_s), 2)).T
     if coupling == "shared":
         draws[1] = draws[0]
-    if window_s is not None:
-        within = (times_s >= window_s[0]) & (times_s < window_s[1])
-        times_s, draws = times_s[within], draws[:, within]
     if len(times_s) and not client.lengths:
         raise TraceError(
             f"{client.name}: found rates but no lengths, expected histograms for the windows with requests"
@@ -259,37 +283,41 @@ def _requests(
     return times_s, prompts, outputs
 
 
-def arrival_times_s(client: Client, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Arrival times of one client over its whole day (seconds, ascending)."""
+def arrival_times_s(
+    client: Client, rng: np.random.Generator, until_s: float = math.inf
+) -> Iterator[NDArray[np.float64]]:
+    """Arrival times of one client over its day (seconds, ascending), in parts of at most a million. until_s: how far
+    they will be asked for."""
     lengths_s = np.diff(client.starts_s)
     lengths_s = np.append(lengths_s, lengths_s[-1] if len(lengths_s) else 600.0)
     ticks = np.concatenate([[0.0], np.cumsum(client.rates * lengths_s)])  # expected requests up to each edge
-    if ticks[-1] > _MAX_REQUESTS:
-        raise TraceError(f"{client.name}: found {ticks[-1]:,.0f} expected requests, expected at most {_MAX_REQUESTS:,}")
     busy = np.flatnonzero(client.rates > 0)
     if not len(busy):
-        return np.empty(0)
+        return
+    edges_s = np.append(client.starts_s, client.starts_s[-1] + lengths_s[-1])
+    if (expected := float(np.interp(min(until_s, edges_s[-1]), edges_s, ticks))) > _MOST_PASSED:
+        raise TraceError(
+            f"{client.name}: found {expected:,.0f} expected requests up to the window's end, expected at most "
+            f"{_MOST_PASSED:,}"
+        )
     # Start well before the first window, so that its first request is not taken for the end of a gap.
     now = -min(10 * (1 + _variance(client.kinds[busy[0]], client.shapes[busy[0]])), _MOST_TICKS_BEFORE)
-    at = []
+    last = -1.0
     for window in busy.tolist():
         while now < ticks[window + 1]:
-            count = int(ticks[window + 1] - now) + 16
-            gaps = _unit_gaps(client.kinds[window], client.shapes[window], count, rng)
-            marks = now + np.cumsum(gaps)
+            count = min(int(ticks[window + 1] - now) + 16, _AT_ONCE)
+            marks = now + np.cumsum(_unit_gaps(client.kinds[window], client.shapes[window], count, rng))
             inside = int(np.searchsorted(marks, ticks[window + 1]))
-            at.append(marks[:inside])
+            # The first mark past the window's end belongs to a later window, or past the end of all.
+            some = np.unique(marks[: inside + 1])
+            some = some[(some >= 0) & (some < ticks[-1]) & (some > last)]
+            now = float(marks[min(inside, count - 1)])
+            if len(some):
+                last = float(some[-1])
+                windows = np.searchsorted(ticks, some, side="right") - 1
+                yield edges_s[windows] + (some - ticks[windows]) / client.rates[windows]
             if inside < count:
-                now = float(marks[inside])
-                at.append(marks[inside : inside + 1])  # belongs to a later window, or past the end
                 break
-            now = float(marks[-1])
-    marks = np.concatenate(at)
-    marks = np.unique(marks[(marks >= 0) & (marks < ticks[-1])])
-    edges_s = np.append(client.starts_s, client.starts_s[-1] + lengths_s[-1])
-    windows = np.searchsorted(ticks, marks, side="right") - 1
-    times_s: NDArray[np.float64] = edges_s[windows] + (marks - ticks[windows]) / client.rates[windows]
-    return times_s
 
 
 def _unit_gaps(kind: str, shape: float, count: int, rng: np.random.Generator) -> NDArray[np.float64]:

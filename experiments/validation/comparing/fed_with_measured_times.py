@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,8 +101,16 @@ def why_not_fed(live: RunTables) -> str:
     return ""
 
 
-def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
-    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate.
+def model_of_run(config: Mapping[str, Any]) -> str:
+    """What was asked for when the run began, as a folder, which says more than the short name that was served."""
+    live = config.get("live")
+    asked = str(live.get("model") or "") if isinstance(live, Mapping) else ""
+    return asked if Path(asked).is_dir() else str(config["model"])
+
+
+def feed(live: RunTables, trace: Trace, model: CostModel, spec: str | None = None) -> Fed:
+    """Simulate `trace` with the live run's policy, limits and durations. model: for policies that estimate. spec: the
+    served model, as the simulator takes it, where the run's own name for it does not lead to it.
 
     Raises ExperimentError for a closed loop: its arrivals follow from answers, which are given at recorded moments.
     """
@@ -118,8 +127,8 @@ def feed(live: RunTables, trace: Trace, model: CostModel) -> Fed:
     config = live.config
     replay = ReplayConfig(
         policy=str(config["policy"]),
-        knobs=config["knobs"],
-        model=str(config["model"]),
+        knobs=_knobs(config),
+        model=spec or model_of_run(config),
         leaps=False,
         token_budget=config["token_budget"],
         max_num_seqs=config["max_num_seqs"],
@@ -187,3 +196,11 @@ def _compare(live: RunTables, ours: RunTables) -> Fed:
     keys = ["cohort", "step"]
     left, right = (run.frame("tokens").sort_values(keys).reset_index(drop=True) for run in (live, ours))
     return Fed(len(one), len(one), bool(left.equals(right)), None)
+
+
+def _knobs(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of a live run; its host planned ahead or not, whatever its version does by default."""
+    knobs = dict(config["knobs"])
+    if "async_scheduling" in knobs:
+        knobs["async_scheduling"] = bool(config.get("ahead"))
+    return knobs

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy with its knobs, as written: `chunked` or `chunked:chunk_size=256`."""
+    """A policy with its knobs, as written: `chunked`, `chunked:chunk_size=256`, `file.py:Class:knob=value`."""
 
     label: str
     name: str
@@ -33,6 +33,8 @@ class PolicyChoice:
         from policies import make_policy
 
         name, *settings = text.strip().split(":")
+        if name.endswith(".py") and settings and "=" not in settings[0]:
+            name = f"{name}:{settings.pop(0)}"
         knobs = {}
         for setting in settings:
             key, equals, value = setting.partition("=")
@@ -208,10 +210,11 @@ class LiveSide:
         from executor.serving.device_memory import free_memory_bytes
 
         found = measure_ceilings(self.loaded.device, self.loaded.dtype)
-        return found, hardware_table(found, free_memory_bytes(self.loaded.device))
+        processor = "cpu" if self.loaded.device.type == "cpu" else "gpu"
+        return found, hardware_table(found, free_memory_bytes(self.loaded.device), processor)
 
 
-def hardware_table(ceilings: Any, memory_bytes: int) -> str:
+def hardware_table(ceilings: Any, memory_bytes: int, processor: str) -> str:
     """Measured ceilings as a hardware table that `--gpu FILE.toml` reads."""
     return (
         f'title = "{ceilings.device}"\n'
@@ -219,6 +222,7 @@ def hardware_table(ceilings: Any, memory_bytes: int) -> str:
         f"memory_bytes = {memory_bytes}\n"
         f"memory_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
         "sms = 1\n"
+        f'processor = "{processor}"\n'
         'link = "none"\n'
         f"link_bandwidth = {ceilings.copy_bytes_per_s:.4g}\n"
         'source = "measured here: a copy and a matrix product"\n'

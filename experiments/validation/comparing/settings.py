@@ -12,7 +12,9 @@ import numpy as np
 
 from experiments.errors import ExperimentError
 from experiments.running.stage_files import read_json, write_json
-from experiments.validation.comparing.live_side import EngineChoice
+from experiments.validation.comparing.live_side import EngineChoice, PolicyChoice
+from metrics.run_folder.folder import versions_of
+from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import checked_file
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Settings:
         if not self.policies:
             raise ExperimentError("--policies: found none, expected names such as chunked,vllm_v1")
         for name, given in (("--policies", self.policies), ("--load", self.loads)):
-            if len(set(given)) < len(given):
+            if len({each.strip() if isinstance(each, str) else each for each in given}) < len(given):
                 raise ExperimentError(f"{name}: found one twice, expected each once")
         if not 0 <= self.rows[0] < self.rows[1]:
             raise ExperimentError(
@@ -68,10 +70,11 @@ def load_name(load: float) -> str:
     return f"{100 * load:g}%"
 
 
-def claim_folder(out: Path, settings: Settings, profile: Path | None) -> None:
+def claim_folder(out: Path, settings: Settings, profile: Path | None, anyway: bool = False) -> None:
     """Make `out` the folder of these settings, or see that it is; ExperimentError if it is something else's.
 
-    profile: one that is to be used instead of measuring. It is known by its content, wherever it lies.
+    profile: one that is to be used instead of measuring. It is known by its content, wherever it lies. anyway: take a
+    folder whose trace, policy or model files had another content, or that another version of Charioteer made.
     """
     digest = None
     if profile is not None:
@@ -79,10 +82,14 @@ def claim_folder(out: Path, settings: Settings, profile: Path | None) -> None:
     file = out / "settings.json"
     ours = {"version": VERSION, "profile": digest, **settings.as_dict()}
     ours.pop("repeats")  # more repeats may be asked for later
+    named = [PolicyChoice.parse(text).name for text in settings.policies]  # without their knobs
+    inputs = digests_of({**settings.as_dict(), "policies": named})
+    version = versions_of(("charioteer",))["charioteer"]
     if file.exists():
         found = read_json(file)
         if not isinstance(found, dict) or not isinstance(found.get("engine", {}), dict):
             raise ExperimentError(f"{file}: found something else, expected the settings of a validation")
+        then, made_by = found.pop("inputs", {}), found.pop("made_by", None)
         theirs = {"profile": None, **found}  # older ones lack new fields
         theirs["engine"] = {**asdict(EngineChoice()), **found.get("engine", {})}
         if theirs != ours:
@@ -91,11 +98,19 @@ def claim_folder(out: Path, settings: Settings, profile: Path | None) -> None:
                 f"{out}: holds a validation with another {key} ({theirs.get(key)}, now {ours.get(key)}); "
                 "choose another --out or remove it"
             )
+        changed = changed_inputs(then if isinstance(then, dict) else {}, inputs)
+        if made_by not in (None, version):
+            changed.append(f"charioteer ({made_by} then, {version} now)")
+        if changed and not anyway:
+            raise ExperimentError(
+                f"{out}: holds a validation of other inputs: {', '.join(changed)}; choose another --out, or take "
+                "--anyway to go on with what is there"
+            )
         return
     if out.exists() and any(out.iterdir()):
         raise ExperimentError(f"{out}: found a folder with something else in it; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
-    write_json(file, ours)
+    write_json(file, {**ours, "inputs": inputs, "made_by": version})
 
 
 def slice_of(settings: Settings) -> Trace:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from profiler.errors import ProfileError
-
-FACTS = Path(__file__).parent / "data" / "facts"
+from profiler.measurements.facts import FACTS
 
 
 @dataclass(frozen=True)
