@@ -15,6 +15,7 @@ COMMAND_MODULES = (
     "experiments.vllm.parity_command",  # parity
     "experiments.vllm.fidelity_command",  # fidelity
     "experiments.vllm.whole_engines_command",  # engines
+    "experiments.calibration.from_outside_command",  # calibrate-engine
     "experiments.coverage.command",  # coverage
     "experiments.board.command",  # board
     "experiments.validation.command",  # validate

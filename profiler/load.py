@@ -75,9 +75,9 @@ def load_cost_model(
     if str(cost_model) == "auto":
         found = _shipped(hardware) if _fits_serve(dtype, kv_dtype, options) else None
         cost = _fitted(found, spec, hardware, chosen, added) if found else _roofline(spec, hardware, chosen, added)
-        return _named(cost, named, hardware, tp)
+        return _named(cost, added, hardware, tp)
     if str(cost_model) == "roofline":
-        return _named(_roofline(spec, hardware, chosen, added), named, hardware, tp)
+        return _named(_roofline(spec, hardware, chosen, added), added, hardware, tp)
     if is_own_class(cost_model):
         return _own(str(cost_model), spec, hardware, chosen)
     path = Path(cost_model)
@@ -86,7 +86,7 @@ def load_cost_model(
             f"cost model {str(cost_model)!r}: no such file; expected auto, roofline, a fitted model, or "
             "path/to/file.py:ClassName"
         )
-    return _named(_fitted(path, spec, hardware, chosen, added), named, hardware, tp)
+    return _named(_fitted(path, spec, hardware, chosen, added), added, hardware, tp)
 
 
 def is_own_class(cost_model: str | Path) -> bool:
@@ -125,13 +125,16 @@ def _own(name: str, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any])
     return cost
 
 
-def _named(cost: CostModel, named: NamedEngine, hardware: Hardware, tp: int) -> CostModel:
+def _named(cost: CostModel, added: _Terms, hardware: Hardware, tp: int) -> CostModel:
     """The same costs, whose name says which engine they are of, and which of them were calibrated on a run."""
-    if named.name != "none":
-        cost.name += f", engine {named.label}"
+    if added.engine.name != "none":
+        cost.name += f", engine {added.engine.label}"
     if tp > 1 and not hardware.p2p:
         cost.name += ", no p2p: all-reduces CALIBRATED on one run"
-    return cost
+    from profiler.operators.scaled_phases import scaled
+
+    terms = {**added.engine.terms, **added.own}
+    return scaled(cost, [float(terms.get(name, 1.0)) for name in ("prefill_scale", "decode_scale")])
 
 
 class _Terms(NamedTuple):
@@ -161,7 +164,7 @@ def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added
     from profiler.roofline.constants import RooflineConstants
     from profiler.roofline.roofline import Roofline
 
-    added.refuse(("host_", "front_"), "a roofline has no such term")
+    added.refuse(("host_", "front_", "prefill_scale", "decode_scale"), "a roofline has no such term")
     if added.own or added.engine.terms:
         terms = EngineTerms.from_mapping({**added.engine.terms, **added.own})
         across = engine["tp"] > 1
@@ -197,7 +200,9 @@ def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, A
     from profiler.iterations.staged_model import is_staged_fit, load_staged
 
     if is_iteration_fit(path) or is_staged_fit(path):
-        added.refuse(("front_",), f"{path} was measured as whole iterations, which hold it")
+        added.refuse(
+            ("front_", "prefill_scale", "decode_scale"), f"{path} was measured as whole iterations, which hold it"
+        )
     if is_iteration_fit(path):
         return load_iterations(path, spec, **engine)
     if is_staged_fit(path):

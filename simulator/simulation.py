@@ -74,11 +74,16 @@ def replay(
     cluster_plan = plan or make_cluster_plan(config, trace, cost)
     if config.reference:
         return _replay_plainly(trace, cluster_plan)
-    recorder = Recorder()
-    front, played = _through_front_end(trace, cluster_plan)
-    cluster = simulate(played, cluster_plan, recorder, progress, front=front if trace.closed_loop else None)
-    tables = recorder.tables() if front is None else front.seen_by_clients(recorder.tables())
+    tables, cluster = play(trace, cluster_plan, progress)
     return _finish(trace, cluster_plan, cluster.facts(), tables)
+
+
+def play(trace: Trace, plan: ClusterPlan, progress: Progress | None = None) -> tuple[RunTables, Cluster]:
+    """The tables of a replay as its clients know them, without config and summary; arguments as `replay` has them."""
+    recorder = Recorder()
+    front, played = _through_front_end(trace, plan)
+    cluster = simulate(played, plan, recorder, progress, front=front if trace.closed_loop else None)
+    return recorder.tables() if front is None else front.seen_by_clients(recorder.tables()), cluster
 
 
 def _through_front_end(trace: Trace, plan: ClusterPlan) -> tuple[FrontEnd | None, Trace]:

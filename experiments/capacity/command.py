@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from experiments.errors import ExperimentError
-from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
+from experiments.sweeps.command import EngineOption, RayAddressOption, TermOption, WorkersOption, terms_of
 from policies.edges.command_line import refuse_unknown_flags, tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
@@ -49,6 +49,7 @@ def capacity(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
     ] = None,
+    term: TermOption = None,
     arrivals: Annotated[
         str | None, typer.Option(help="own (the trace's gaps), poisson, gamma:CV or uniform; the search sets the rate.")
     ] = None,
@@ -97,6 +98,8 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    if term:
+        base["terms"] = terms_of(term)
     for name in base:
         if name.startswith("trace.") or name == "limit" or (name == "rate_scale" and not smallest):
             raise ExperimentError(

@@ -1,4 +1,4 @@
-"""Runs of other engines as something to compare with: a vLLM benchmark's JSON, or a log with one request a line.
+"""Runs of other engines as something to compare with: a load client's result, or a log with one request a line.
 
 What such a file can give is who was asked for what, when, and how long it took; there are no batches in it, so nothing
 but the statistics can be compared.
@@ -6,10 +6,9 @@ but the statistics can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from metrics.measures.statistics import statistics
 from policies.edges.input_file import LOG_BYTES, parse_json, read_text
 from policies.edges.settings import check_value
 from workloads import Trace
+from workloads.reading.client_results import ClientRun, bench_run, client_tool, read_client_run
 
 Array = NDArray[np.float64]
 
@@ -45,58 +45,26 @@ class OtherRun:
 
 
 def read_other_run(path: Path) -> OtherRun:
-    """A vLLM benchmark's result (`vllm bench serve --save-result --save-detailed`), or a JSON-lines request log.
+    """A load client's result (vLLM's benchmark, guidellm, aiperf), or a JSON-lines request log.
 
     The log's keys: input_toks, output_toks, arrival_time, first_token_ts, last_token_ts and queued_ts (seconds; the
     last three on one clock), as serving logs of vLLM give them. Raises ExperimentError naming file and entry.
     """
+    if client_tool(path) is not None:
+        return _of_client(read_client_run(path, ExperimentError))
     text = read_text(path, ExperimentError, LOG_BYTES)
     if path.suffix == ".jsonl":
         return _request_log(path, text)
     content = parse_json(text, str(path), ExperimentError, constants=True)
     if not isinstance(content, dict):
         raise ExperimentError(f"{path}: found a JSON {type(content).__name__}, expected a benchmark's result")
-    return _benchmark(path, content)
+    return _of_client(bench_run(path, content, ExperimentError))
 
 
-def _benchmark(path: Path, content: Mapping[str, Any]) -> OtherRun:
-    needed = ("input_lens", "output_lens", "ttfts", "itls")
-    for key in needed:
-        if not isinstance(content.get(key), list):
-            raise ExperimentError(f"{path}: found no list {key!r}; run the benchmark with --save-detailed")
-    count = len(content["input_lens"])
-    if not count or any(len(content[key]) != count for key in needed):
-        raise ExperimentError(f"{path}: found lists of unequal length, expected one entry a request in each")
-    errors, began = content.get("errors") or [""] * count, content.get("start_times")
-    if not isinstance(errors, list) or len(errors) != count:
-        raise ExperimentError(f"{path}: errors: expected a list of {count} texts")
-    for key in ("input_lens", "output_lens"):
-        for value in content[key]:
-            check_value(f"{path}: {key}", value, (int,), ExperimentError)
-    spans = [("ttfts", content["ttfts"]), ("start_times", began or []), *(("itls", row) for row in content["itls"])]
-    for key, values in spans:
-        if not isinstance(values, list):
-            raise ExperimentError(f"{path}: {key}: found {str(values)[:40]!r}, expected a list of seconds")
-        for value in values:
-            check_value(f"{path}: {key}", value, (float,), ExperimentError)
-    if began:
-        starts = np.array(began, float)
-        if len(starts) != count:
-            raise ExperimentError(f"{path}: start_times: found {len(starts)}, expected {count}")
-    elif content.get("request_rate") in ("inf", float("inf"), None):
-        starts = np.zeros(count)
-    else:
-        raise ExperimentError(f"{path}: found no start_times, expected them (a newer vLLM writes them)")
-    rows = []
-    for row in range(count):
-        gaps = content["itls"][row]
-        if errors[row] or content["output_lens"][row] < 1:
-            continue
-        ttft, decode = float(content["ttfts"][row]), float(sum(gaps))
-        output = int(content["output_lens"][row])
-        tpot = decode / (output - 1) if output > 1 else float("nan")
-        rows.append((starts[row], int(content["input_lens"][row]), output, ttft, tpot, ttft + decode))
-    return _run_of(path, rows)
+def _of_client(run: ClientRun) -> OtherRun:
+    if run.sent_s is None:
+        raise ExperimentError(f"{run.name}: {run.tool} keeps no times of sending, so no run of it can be replayed")
+    return OtherRun(run.trace(), run.ttft_s, run.tpot_s, run.e2e_s)
 
 
 def _request_log(path: Path, text: str) -> OtherRun:

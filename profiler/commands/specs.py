@@ -178,20 +178,33 @@ def predict(
     tp: Tp = 1,
     pp: Pp = 1,
     layer_split: LayerSplit = None,
+    engine: Annotated[str, typer.Option(help="Engine as it is served: vllm:0.19, ..., or a TOML file.")] = "none",
+    term: Annotated[list[str] | None, typer.Option(help="Change a term of the engine, as launch_us=5.")] = None,
+    p2p: Annotated[
+        bool | None, typer.Option("--p2p/--no-p2p", help="GPUs of a node reach each other directly.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What one iteration costs, part by part."""
+    from dataclasses import replace
+
     from policies.work.batch import BatchShape
     from profiler.errors import ProfileError
     from profiler.evidence import evidence_of, parts_rest_on
     from profiler.load import load_cost_model
+    from profiler.operators.engine_terms import parse_terms
+    from profiler.specs.hardware import load_hardware
     from profiler.specs.layer_split import parse_split
 
     chunks = tuple(_chunk(text) for text in chunk or ())
     if min(decodes, context, dummy_tokens) < 0 or not (chunks or decodes):
         raise ProfileError("predict: give at least one --chunk or --decodes, and no negative number")
-    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
-    cost = load_cost_model(model, gpu, cost_model=cost_model, layer_split=parse_split(layer_split), **engine)
+    card = load_hardware(gpu)
+    if p2p is not None:
+        card = replace(card, p2p=p2p)
+    served: dict[str, Any] = {"engine": engine, "terms": parse_terms(term or [], ProfileError)}
+    width: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
+    cost = load_cost_model(model, card, cost_model=cost_model, layer_split=parse_split(layer_split), **width, **served)
     most = 10**9  # beyond it nothing is a batch, and sums of contexts leave 64 bits
     if max(decodes, context, dummy_tokens, *(max(one) for one in chunks or ((0, 0),))) > most:
         raise ProfileError(f"predict: found a number above {most:,}, expected a batch")

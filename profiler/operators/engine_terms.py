@@ -43,6 +43,8 @@ class EngineTerms:
         (HTTP, IPC): nobody waits for it but the client.
     front_request_us, front_prompt_token_us, front_token_us: time of the front end's one processor for a request and
         each of its prompt tokens on the way in, and for every token on the way out: they queue where it is busy.
+    prefill_scale, decode_scale: device time of steps with chunks, and of decodes alone, is this many times what the
+        kernels say; 1 unless an engine was calibrated from outside.
     step_us: time a step takes that nothing above explains (negative: less); 0 unless a live run was calibrated on.
     """
 
@@ -68,13 +70,15 @@ class EngineTerms:
     front_request_us: float = 0.0
     front_prompt_token_us: float = 0.0
     front_token_us: float = 0.0
+    prefill_scale: float = 1.0
+    decode_scale: float = 1.0
     step_us: float = 0.0
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
             if isinstance(value, bool):
                 continue
-            least = -1e5 if key == "step_us" else 0
+            least = -1e5 if key == "step_us" else 1e-3 if key.endswith("_scale") else 0
             if not isinstance(value, int | float) or not least <= value < 1e6:
                 raise ProfileError(f"term {key}: found {value!r}, expected a number from {least:g} to 1,000,000")
 

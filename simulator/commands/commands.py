@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from policies.edges.command_line import failure_line, tell_notes
+from policies.edges.command_line import failure_line, knob_flags, tell_notes
 from policies.edges.distinct_names import distinct_names, folder_names
 from policies.edges.input_digests import changed_inputs, digests_of
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
@@ -21,6 +21,7 @@ from simulator.commands.printing import (
     can_report,
     list_pages,
     print_advice,
+    print_checks,
     print_intervals,
     print_runs,
     say_costs,
@@ -171,6 +172,32 @@ def advise_command(
         print(json.dumps(json_ready({**advice.as_dict(), "notes": notes}), indent=2))
         return
     print_advice(advice, out)
+
+
+@app.command("check", context_settings=_KNOBS)
+def check_command(
+    ctx: typer.Context,
+    name: o.CheckedName,
+    trace: o.CheckedTrace = None,
+    seconds: o.CheckSeconds = 40.0,
+    seed: o.CheckSeed = 0,
+    model: o.CheckModel = "llama-3.1-8b",
+    gpu: o.CheckGpu = "h100",
+    as_json: o.Json = False,
+) -> None:
+    """Check a policy or router of your own: its contract in both worlds, its promises, and a verdict."""
+    from simulator.studies.check_user_code import check_user_code, is_router
+    from workloads import read_trace
+
+    known = ReplayConfig(model=model, gpu=gpu)
+    knobs = knob_flags(ctx.args)
+    config = with_fields(known, router_knobs=knobs) if is_router(name) else with_fields(known, knobs=knobs)
+    checks = check_user_code(
+        name, config, read_trace(trace) if trace is not None else None, seconds=seconds, first_seed=seed
+    )
+    print_checks(name, checks, as_json)
+    if any(check.failure for check in checks):
+        raise typer.Exit(1)
 
 
 @app.command("policies")

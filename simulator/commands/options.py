@@ -59,7 +59,6 @@ ConfigFile = Annotated[
     Path | None, _option("--config", "TOML with any of these flags, or the config.json of a run.", OUTPUT)
 ]
 Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
-Anyway = Annotated[bool, _option("--anyway", "Run a --config again although its inputs have changed.", OUTPUT)]
 Json = Annotated[bool, _option("--json", "Print JSON only.", OUTPUT)]
 Seeds = Annotated[
     int,
@@ -68,6 +67,14 @@ Seeds = Annotated[
 Preset = Annotated[
     str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
 ]
+CheckedName = Annotated[
+    str, typer.Argument(help="path/to/file.py:ClassName of a policy or router, or a registered name; knobs are flags.")
+]
+CheckedTrace = Annotated[Path | None, typer.Argument(help="A trace of yours, checked in addition to generated ones.")]
+CheckSeconds = Annotated[float, typer.Option("--seconds", help="How long at most.", min=1.0, max=3600.0)]
+CheckSeed = Annotated[int, typer.Option("--seed", help="Of the first generated trace.", min=0, max=2**62)]
+CheckModel = Annotated[str, typer.Option("--model", help="Model whose costs the checked runs have.")]
+CheckGpu = Annotated[str, typer.Option("--gpu", help="GPU whose costs the checked runs have.")]
 TraceFile = Annotated[Path | None, typer.Argument(help="Trace file; may come from --config instead.")]
 
 CHOICES: Flags = {"chunk_size": (ChunkSize, None), "asynchronous": (Async, None)}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from simulator.config import ReplayConfig
     from simulator.simulation import Run
     from simulator.studies.advise import Advice
+    from simulator.studies.check_user_code import Check
     from workloads import Trace
 
 
@@ -85,6 +86,7 @@ def say_costs(console: Any, summaries: Sequence[Mapping[str, Any]]) -> None:
 def print_advice(advice: Advice, out: Path | None) -> None:
     """The settings that were tried, the one to use and why, and the flags that make vLLM do the same."""
     from metrics.drawing.text_tables import comparison_table
+    from profiler.operators.named_engines import NONE, engine_flags, load_engine
 
     console = wide_console()
     tried = {candidate.label: candidate.summary for candidate in advice.tried}
@@ -94,10 +96,14 @@ def print_advice(advice: Advice, out: Path | None) -> None:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
     summaries = list(tried.values())
     say_costs(console, summaries)
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in advice.vllm_flags.items())
+    engine = load_engine(advice.config.engine)
+    keys = {"max_num_batched_tokens": "token_budget", "gpu_memory_utilization": "memory"}
+    keys |= {"long_prefill_token_threshold": "long_prefill"}
+    flags = engine_flags(engine.name, {keys.get(name, name): value for name, value in advice.vllm_flags.items()})
+    served = "vLLM" if engine.name == NONE else engine.name
     console.print(
-        f"with vLLM, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests ran "
-        f"at once: {flags}",
+        f"with {served}, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests "
+        f"ran at once: {flags}",
         highlight=False,
         soft_wrap=True,
     )
@@ -157,6 +163,7 @@ def print_runs(
         say_failures(failures)
         return
     from metrics.drawing.text_tables import comparison_table
+    from simulator.studies.in_words import advice_in_words
 
     console = wide_console()
     # Names and reasons are text: what stands in brackets in them is no markup.
@@ -179,6 +186,10 @@ def print_runs(
         say(f"written to {out}")
     if drawn:
         say(f"figures in {out}/figures: {', '.join(sorted({p.stem for p in drawn}))}")
+        first = next((path for path in drawn if path.name == "ttft_cdf.png"), drawn[0])
+        say(f"open next: {first} (how long users wait for a first token, policy by policy)")
+    if words := advice_in_words(summaries):
+        say(f"\n{words} More: python -m simulator advise TRACE.")
     say_failures(failures)
 
 
@@ -285,3 +296,21 @@ def say_draw(number: int, policy: str) -> None:
 def say_trying(label: str) -> None:
     if sys.stderr.isatty():
         print(f"trying {label}", file=sys.stderr)
+
+
+def print_checks(name: str, checks: list[Check], as_json: bool) -> None:
+    """What was checked, how often it held, and the verdict."""
+    failed = next((check for check in checks if check.failure), None)
+    if as_json:
+        rows = [{"check": check.name, "runs": check.runs, "failure": check.failure} for check in checks]
+        print(json.dumps({"name": name, "holds": failed is None, "checks": rows}, indent=2))
+        return
+    for check in checks:
+        if check.failure:
+            print(f"FAIL  {check.name}\n      {check.failure}")
+        else:
+            print(f"{'ok  ' if check.runs else '-   '}  {check.name}" + (f": {check.runs} runs" if check.runs else ""))
+    if failed is None:
+        print(f"{name}: nothing found")
+    else:
+        print(f"{name}: does not hold")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from policies import BatchShape, Ns
-from profiler.own_forms import own_form
+from profiler.own_forms import OURS, own_form
 from simulator.errors import SimulationError
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
 StageTimes = Callable[[BatchShape], "Sequence[tuple[Ns, Ns]]"]
 Terms = Callable[[BatchShape], "tuple[int, int, float, float, Ns] | None"]
-
-OURS = ("profiler", "simulator", "experiments")
-"""Packages whose cost models answer in integers, by their tests."""
 
 
 class FastCosts:

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from policies import Ns
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from metrics import RunTables
     from profiler.operators.engine_terms import EngineTerms
     from workloads import Trace
@@ -127,9 +129,9 @@ class _Deliveries:
         return np.where(known, ns / 1e9, np.nan)
 
 
-def _with_column(table, name, values):  # type: ignore[no-untyped-def]
+def _with_column(table: pa.Table, name: str, values: NDArray[np.float64]) -> pa.Table:
     """A pyarrow table with one column of float64 replaced."""
-    import pyarrow as pa
+    from pyarrow import array, float64
 
     index = table.schema.get_field_index(name)
-    return table.set_column(index, table.schema.field(index), pa.array(values, pa.float64()))
+    return table.set_column(index, table.schema.field(index), array(values, float64()))

@@ -155,7 +155,7 @@ def _with_defaults_of(named: NamedEngine, config: ReplayConfig, gpu: Hardware) -
         for name, value in named.knobs.items()
         if name in has and not (name == "async_scheduling" and config.pp > 1)
     }
-    limits = {
+    limits: dict[str, Any] = {
         name: named.limit(name, gpu) for name in ("token_budget", "max_num_seqs") if getattr(config, name) is None
     }
     if "chunk_size" in config.knobs:

@@ -60,6 +60,7 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("simulator", "replay"): ("t.csv",),
     ("simulator", "compare"): ("t.csv", "--policies", "chunked,orca"),
     ("simulator", "advise"): ("t.csv", "--limit", "1"),
+    ("simulator", "check"): ("chunked", "--seconds", "1"),
     ("simulator", "policies"): (),
     ("simulator", "routers"): (),
     ("metrics", "show"): ("run",),

@@ -442,3 +442,30 @@ def test_prompts_and_batches_that_no_table_holds_end_no_run(policy):
             reasons = run.tables.column("requests", "reason").tolist()
             assert all(end == "finished" or (end == "rejected" and why) for end, why in zip(ends, reasons))
             assert run.summary["ttft_s_p50"] > 0
+
+
+def test_notes_are_told_on_stderr_and_stand_in_every_json(tmp_path):
+    """A priority that the policy does not use, and a column that nothing uses."""
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,priority,colour\n0,50,3,1,red\n1,50,3,0,blue\n")
+    told = ["Not used: column 'colour'.", "column priority is not used: "]
+    costs = ("--cost-model", "roofline", "--json")
+
+    def notes(*words):
+        done = simulator(*words, *costs, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        for note in told:
+            assert f"note: {note}" in done.stderr
+        return found
+
+    def holds(found):
+        assert len(found) >= len(told)
+        assert all(any(note.startswith(start) for note in found) for start in told)
+
+    holds(notes("replay", path)["notes"])
+    compared = notes("compare", path, "--policies", "chunked,orca")
+    for summary in compared.values():
+        holds(summary["notes"])
+    holds(notes("compare", path, "--policies", "chunked,orca", "--seeds", "2")["notes"])
+    holds(notes("advise", path, "--slo", "ttft_p99=2")["notes"])

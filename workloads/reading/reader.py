@@ -18,9 +18,10 @@ from workloads.generating import sessions as session_loops
 from workloads.reading import servegen
 from workloads.reading.assembly import Options, assemble
 from workloads.reading.chunk import Table
+from workloads.reading.client_results import TOOLS, client_tool, read_client_run
 from workloads.reading.columns import Columns
 from workloads.reading.delimited import DelimitedTable
-from workloads.reading.json_lines import JsonTable
+from workloads.reading.json_lines import PROBED_ROWS, JsonTable
 from workloads.reading.parquet import ParquetTable
 from workloads.reading.part import Part
 from workloads.source import MAX_BYTES, Source, open_source, refuse_settings
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 FORMATS = (
     *("auto", "csv", "jsonl", "parquet"),
     *("azure", "vidur", "mooncake", "burstgpt", "vllm", "vllm_steps", "servegen", "lengths"),
+    *TOOLS,
 )
 """What `trace_format` may be: a container, or a project's form of it; `lengths` has no arrival times."""
 
@@ -100,7 +102,11 @@ def read_trace(
     process = arrival_processes.parse(arrivals) if arrivals is not None else None
     if sessions == "closed" and process is not None:
         raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")
-    if trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
+    if trace_format in TOOLS or (trace_format == "auto" and client_tool(path)):
+        if trace_format not in ("auto", client_tool(path)):
+            raise TraceError(f"{path}: found no result of {trace_format}; leave the format on auto")
+        trace, elapsed_ns = read_client_run(path).trace(timeless=process is not None), None
+    elif trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
         early = window_s if process is None else None
         trace = servegen.read_servegen(
             path, seed=seed, coupling=coupling, window_s=early, limit=limit if early or window_s is None else None
@@ -149,7 +155,15 @@ def _read_file(
         found["arrival"] = replace(found["arrival"], unit=time_unit)
     options = replace(options, path=source.path, kind=kind, sort=options.sort or kind.startswith("vllm"))
     _require(table, found, has_process)
+    unused = fields.unused(table.names, found, kind)
     columns = _columns(table, found, options, part, max_bytes)
+    if unused:
+        columns["notes"] += (f"Not used: column{'s' * (len(unused) > 1)} {_listed(unused)}.",)
+    if table.late_names:
+        columns["notes"] += (
+            f"Not used, because no row of the first {PROBED_ROWS} has it: {_listed(list(table.late_names))}; give the "
+            "first row a null there.",
+        )
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
     columns["provenance"] = {"path": os.fspath(path), "format": kind, "sha256": source.sha256()}
     elapsed_ns = columns.pop("elapsed_ns")
