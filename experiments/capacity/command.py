@@ -105,7 +105,7 @@ def capacity(
             raise ExperimentError(
                 f"--set {name}: a capacity search sets its own draws and rates; see --requests, --arrivals"
             )
-    workload = _workload(trace, prompt, output)
+    workload, tried = _workload(trace, prompt, output), axes.get("policy", ())
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
         for name, value in (("--requests", requests), ("--draws", draws), ("--tolerance", tolerance)):
@@ -113,7 +113,7 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
-        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}))
+        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}, policies=tried))
         _smallest(workload, axes, base, objective, chosen, prices, as_json, report, notes)
         return
     draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
@@ -122,7 +122,7 @@ def capacity(
     from experiments.running.progress import Progress
 
     plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
-    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan))
+    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan, policies=tried))
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes,
