@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +88,7 @@ def replay_command(
             journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
             if journal.kept is not None:
                 print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
-        with _Progress(as_json) as bar:
+        with _Progress(as_json) as bar, _tells_of(journal):
             run = replay_live(
                 requests,
                 settings,
@@ -211,6 +212,17 @@ def _config_file(path: Path) -> dict[str, Any]:
         raise ExecutorError(f"{path}: found no table of settings")
     told = partial(print, "note:", file=sys.stderr)
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
+
+
+@contextlib.contextmanager
+def _tells_of(journal: Journal | None) -> Iterator[None]:
+    """A run that a lost rank ends has no folder: its message says where the requests are that had ended."""
+    try:
+        yield
+    except ExecutorError as error:
+        if journal is None or type(error).__name__ != "RankError":  # named, since its module loads PyTorch's own
+            raise
+        raise ExecutorError(f"{error}; the requests that had ended are in {journal.path}") from error
 
 
 def _full_name(name: str) -> str:

@@ -73,7 +73,7 @@ def summarise(
     own = own_latencies(requests, finished)
     summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
     summary.update({key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")})
-    summary["calibrated"] = config.get("calibrated")
+    summary.update(_evidence(config))
     summary.update(
         requests=int(counted.sum()),
         **{status: int((requests["status"][counted] == status).sum()) for status in STATUSES},
@@ -359,6 +359,21 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
     """A setting of the run: at the top of its config, or among the policy's knobs."""
     knobs = config.get("knobs")
     return config.get(name, knobs.get(name) if isinstance(knobs, Mapping) else None)
+
+
+def _evidence(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's costs rest on, as its config says; folders of earlier versions know no shares."""
+    found = config.get("cost_evidence")
+    if isinstance(found, Mapping):
+        return {
+            "calibrated": found.get("calibrated"),
+            "measured_share": found.get("measured_share"),
+            "cost_basis": found.get("words"),
+        }
+    calibrated = config.get("calibrated")
+    words = {"False": "uncalibrated: specifications alone", "True": "fitted: the run does not say to what share"}
+    live = config.get("world") == "live"
+    return {"calibrated": calibrated, "cost_basis": None if live else words.get(str(calibrated))}
 
 
 def _has_region(config: Mapping[str, Any]) -> bool:
