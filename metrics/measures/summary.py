@@ -96,7 +96,7 @@ class _Whole:
         # Of the run itself, whichever of its requests are looked at.
         self.of_run: dict[str, Any] = {
             **{key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")},
-            "calibrated": config.get("calibrated"),
+            **_evidence(config),
             "window_start_s": self.start_s,
             "window_end_s": self.end_s,
             "duration_s": self.end_s - self.start_s,
@@ -395,6 +395,21 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
     """A setting of the run: at the top of its config, or among the policy's knobs."""
     knobs = config.get("knobs")
     return config.get(name, knobs.get(name) if isinstance(knobs, Mapping) else None)
+
+
+def _evidence(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's costs rest on, as its config says; folders of earlier versions know no shares."""
+    found = config.get("cost_evidence")
+    if isinstance(found, Mapping):
+        return {
+            "calibrated": found.get("calibrated"),
+            "measured_share": found.get("measured_share"),
+            "cost_basis": found.get("words"),
+        }
+    calibrated = config.get("calibrated")
+    words = {"False": "uncalibrated: specifications alone", "True": "fitted: the run does not say to what share"}
+    live = config.get("world") == "live"
+    return {"calibrated": calibrated, "cost_basis": None if live else words.get(str(calibrated))}
 
 
 def _has_region(config: Mapping[str, Any]) -> bool:

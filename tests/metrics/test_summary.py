@@ -70,6 +70,8 @@ def test_counts_and_rates_of_three_requests() -> None:
         "gpu": "cpu",
         "cost_model": "fitted tiny",
         "calibrated": True,
+        "measured_share": None,
+        "cost_basis": "fitted: the run does not say to what share",
         "requests": 4,
         "finished": 3,
         "rejected": 1,
