@@ -113,7 +113,8 @@ def comparison_table(
     for position, label in enumerate(labels.values()):
         table.add_row(Text(label), *(cells[position] for cells in shown))
     if any(summary.get("calibrated") is False for summary in summaries.values()):
-        table.caption = "* uncalibrated: costs rest on specifications alone"
+        words = dict.fromkeys(str(one["cost_basis"]) for one in summaries.values() if one.get("calibrated") is False)
+        table.caption = "* " + " | ".join(dict.fromkeys(one.partition(";")[0] for one in words))
         table.caption_justify = "left"
     return table
 
