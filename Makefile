@@ -38,10 +38,12 @@ help:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, found " + sys.version.split()[0])'
+	@echo "Making $(VENV)."
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/core: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@echo "Installing Charioteer and the ten packages that it needs into $(VENV): once, about half a minute."
+	$(BIN)/pip install --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/dev: pyproject.toml | $(BIN)/python

@@ -8,7 +8,7 @@ file offers several names for one thing, the first one listed here is taken.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -148,6 +148,23 @@ def dialect(columns: Sequence[str]) -> str:
         if needed <= names:
             return kind
     return ""
+
+
+SAY_NOTHING_MORE = {
+    "burstgpt": {"model", "total_tokens", "log_type"},
+    "vidur": {"num_total_tokens", "pd_ratio"},
+    "lengths": {"num_total_tokens", "total_tokens", "pd_ratio"},
+}
+"""Columns of a project's files, or of lengths alone, that follow from others or that no run here could use."""
+
+
+def unused(columns: Sequence[str], found: Mapping[str, Field], kind: str) -> list[str]:
+    """The columns that nothing was taken from; of logs of vLLM none, which hold what became of the requests."""
+    if kind.startswith("vllm"):
+        return []
+    used = {field.column for field in found.values()}
+    known = SAY_NOTHING_MORE.get(kind, set())
+    return [column for column in columns if column and column not in used and plain(column) not in known]
 
 
 DIALECTS = {

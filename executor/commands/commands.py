@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +88,7 @@ def replay_command(
             journal = Journal(out, {"trace": requests.name, "requests": len(head), **settings.as_dict()})
             if journal.kept is not None:
                 print(f"note: an earlier run was cut off; what it had finished is in {journal.kept}", file=sys.stderr)
-        with _Progress(as_json) as bar:
+        with _Progress(as_json) as bar, _tells_of(journal):
             run = replay_live(
                 requests,
                 settings,
@@ -213,6 +214,17 @@ def _config_file(path: Path) -> dict[str, Any]:
     return files_beside(one_spelling(values, str(path), ExecutorError), path.parent, told=told)
 
 
+@contextlib.contextmanager
+def _tells_of(journal: Journal | None) -> Iterator[None]:
+    """A run that a lost rank ends has no folder: its message says where the requests are that had ended."""
+    try:
+        yield
+    except ExecutorError as error:
+        if journal is None or type(error).__name__ != "RankError":  # named, since its module loads PyTorch's own
+            raise
+        raise ExecutorError(f"{error}; the requests that had ended are in {journal.path}") from error
+
+
 def _full_name(name: str) -> str:
     """A file or folder by its whole path, any other name as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name
@@ -233,11 +245,9 @@ def _print_run(run: Any, out: Path | None, as_json: bool, notes: list[str]) -> N
 
         print(json.dumps(json_ready({**run.summary, "notes": notes}), indent=2))
         return
-    from rich.console import Console
+    from metrics.drawing.text_tables import summary_tables, terminal
 
-    from metrics.drawing.text_tables import summary_tables
-
-    console = Console()
+    console = terminal(None)
     for table in summary_tables(run.summary):
         console.print(table)
     outcome = run.outcome
@@ -259,10 +269,11 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if not self._quiet and not self._lines:
-            from rich.console import Console
             from rich.progress import Progress
 
-            self._bar = Progress(console=Console(stderr=True))
+            from metrics.drawing.text_tables import terminal
+
+            self._bar = Progress(console=terminal(None, stderr=True))
             self._bar.start()
             self._task = self._bar.add_task("serving", total=None)
         return self

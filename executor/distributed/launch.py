@@ -32,6 +32,11 @@ LONGEST = timedelta(days=30)
 MEETING = timedelta(minutes=5)
 """Ranks of several machines may be started by hand, one after the other."""
 START_S = 120.0
+BEAT_S = 1.0
+"""A rank says so often that it lives, whatever it computes."""
+SILENCE = "CHARIOTEER_RANK_SILENCE_S"
+SILENT_S = 30.0
+"""A rank that has said nothing for so long hangs, or its machine is paused; the environment variable changes it."""
 LAST_WORDS_S = 10.0
 """A rank whose launcher is gone has so long to write what it has."""
 
@@ -55,7 +60,7 @@ class Child:
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", "")))),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "executor.distributed.worker"],
+            [sys.executable, "-P", "-m", "executor.distributed.worker"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -95,6 +100,18 @@ def started_by_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     return all(environment.get(name) for name in ENVIRONMENT) and int(environment["WORLD_SIZE"]) > 1
 
 
+def longest_silence_s() -> float:
+    """How long a rank may say nothing before it is given up; ExecutorError for a value that is no time."""
+    text = os.environ.get(SILENCE, "")
+    try:
+        seconds = float(text or SILENT_S)
+    except ValueError:
+        seconds = 0.0
+    if not 2 * BEAT_S <= seconds < 1e6:
+        raise ExecutorError(f"{SILENCE}: found {text[:40]!r}, expected at least {2 * BEAT_S:g} seconds")
+    return seconds
+
+
 def rank_of_environment() -> tuple[int, int, int]:
     """(rank, world, local rank) as the environment says."""
     try:
@@ -115,7 +132,20 @@ def backend_of(device: str) -> str:
 def start_children(world: int) -> tuple[Any, list[Child]]:
     """The store that all meet at, and ranks 1 to world - 1."""
     _use_loopback()
-    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False, timeout=LONGEST)
+    # By itself the store listens on every interface, and whoever can reach it may read and write its keys. libuv, which
+    # would be the default, does not take a socket of ours.
+    listening = socket.create_server(("127.0.0.1", 0), backlog=world)
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        world,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=LONGEST,
+        master_listen_fd=listening.detach(),
+        use_libuv=False,
+    )
     return store, [Child(rank, world, store.port) for rank in range(1, world)]
 
 
@@ -151,7 +181,13 @@ def environment_store(rank: int, world: int) -> Any:
     if os.environ.get(OWN_STORE):
         _use_loopback()
         return dist.TCPStore(
-            "127.0.0.1", int(os.environ["MASTER_PORT"]), world, is_master=False, wait_for_workers=False, timeout=LONGEST
+            "127.0.0.1",
+            int(os.environ["MASTER_PORT"]),
+            world,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=LONGEST,
+            use_libuv=False,
         )
     _end_with_launcher()
     # A launcher that was gone before this process could look has no store: that is not worth waiting days for.

@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 
 # What a frame holds.
 BATCH, CALL, PING, STOP = 0, 1, 2, 3  # from rank 0
-RESULT, REPLY, PONG, FAILURE, BYE = 10, 11, 12, 13, 14  # to rank 0
+RESULT, REPLY, PONG, FAILURE, BYE, BEAT = 10, 11, 12, 13, 14, 15  # to rank 0
 
 INLINE = 8192
 """Bytes of a frame; what does not fit follows in a message of its own."""

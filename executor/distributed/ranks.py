@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from executor.distributed import launch
 from executor.distributed.clocks import EXCHANGES, Exchange, Offset, RankClock, machine, offset_of
 from executor.distributed.layout import Layout
-from executor.distributed.links import BATCH, BYE, CALL, FAILURE, PING, PONG, REPLY, RESULT, STOP, Bytes, Frames
+from executor.distributed.links import BATCH, BEAT, BYE, CALL, FAILURE, PING, PONG, REPLY, RESULT, STOP, Bytes, Frames
 from executor.distributed.plans import read_plan
 from executor.distributed.stage_worker import (
     COLUMNS,
@@ -71,6 +71,9 @@ class Ranks:
         self.local_ranks = layout.world
         self.stage: StageWorker | None = None
         self._trouble: list[Trouble] = []
+        self._heard_s = [time.monotonic()] * layout.world
+        self._looked_s = time.monotonic()
+        self._silence_s = launch.longest_silence_s()
         self._closing = False
         self._replies: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(layout.world)]
         self._queue: SimpleQueue[Any] = SimpleQueue()
@@ -122,6 +125,9 @@ class Ranks:
         try:
             while True:
                 kind, payload = self.frames.receive(rank)
+                self._heard_s[rank] = time.monotonic()
+                if kind == BEAT:
+                    continue
                 if kind == RESULT:
                     number, end_ns, *ids = payload.view(np.int64).tolist()
                     self.results.put(Ran(number, ids, end_ns))
@@ -137,6 +143,18 @@ class Ranks:
                     return
         except RuntimeError as error:
             self._report(Trouble(rank, str(error), False))
+
+    def _look_for_silence(self) -> None:
+        """Give up a rank that says nothing: it hangs, and whoever waits for it would hang with it."""
+        now = time.monotonic()
+        if now - self._looked_s > self._silence_s / 2:
+            # This process itself was stopped or kept busy: what others said meanwhile has yet to be heard.
+            self._heard_s = [now] * self.layout.world
+        self._looked_s = now
+        for rank in self._others:
+            if now - self._heard_s[rank] > self._silence_s and not self._trouble:
+                words = f"no sign of life for {self._silence_s:g} s: it hangs, or its machine is paused"
+                self._report(Trouble(rank, words, True))
 
     def _report(self, trouble: Trouble) -> None:
         if self._closing:
@@ -179,6 +197,7 @@ class Ranks:
                 # Short waits: a signal's handler runs in between.
                 reply = self._replies[rank].get(timeout=0.25)
             except Empty:
+                self._look_for_silence()
                 if time.monotonic() > until:
                     raise RankError(f"{self.layout.name_of(rank)} has not answered for {CALL_S:.0f} s") from None
                 continue
@@ -251,6 +270,7 @@ class Ranks:
             else:
                 found = self.results.get(timeout=0.25 if timeout_s is None else timeout_s)
         except Empty:
+            self._look_for_silence()
             return None
         if isinstance(found, Trouble):
             raise self.error()

@@ -61,8 +61,8 @@ def check_sharded(config: LiveConfig) -> None:
         raise ExecutorError(f"--async with --tp {config.tp} --pp {config.pp}: not with several ranks; leave it out")
     if getattr(make_policy(config.policy, config.knobs), "async_scheduling", False):
         raise ExecutorError(f"async_scheduling with --tp {config.tp} --pp {config.pp}: not with several ranks")
-    if config.graphs == "on":
-        raise ExecutorError("--graphs on: CUDA graphs are for a single rank; leave it out")
+    if config.graphs == "on" and config.device == "cpu":
+        raise ExecutorError("--graphs on: CUDA graphs need a CUDA device, the device is cpu")
 
 
 def load_sharded(config: LiveConfig, longest: int, ranks: Ranks | None = None) -> ShardedModel:
@@ -92,6 +92,7 @@ def load_sharded(config: LiveConfig, longest: int, ranks: Ranks | None = None) -
             config.trim_last_layer,
             config.block_size,
             threads,
+            config.graphs,
         )
         loaded = ranks.load(order)
         _warm_up(ranks, config.block_size)

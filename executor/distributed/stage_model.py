@@ -121,9 +121,9 @@ class StageModel(Model):
         """Greedy ids from each rank's best: [ranks, rows] of value and id change hands, not the logits."""
         ids = self.kernels.argmax(logits)
         values = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0].double()
-        if len(ids) and int(ids.min()) == INVALID:
-            nothing = torch.where(logits.isnan().any(dim=1), float("nan"), float("-inf")).double()
-            values = torch.where(ids == INVALID, nothing, values)
+        # Asked of all rows, whatever they hold: a value read back would end a capture.
+        nothing = torch.where(logits.isnan().any(dim=1), float("nan"), float("-inf")).double()
+        values = torch.where(ids == INVALID, nothing, values)
         ours = torch.stack((values, (ids + first).double()))
         everyone = [torch.empty_like(ours) for _ in range(self.shard.tp)]
         dist.all_gather(everyone, ours, group=self.group)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.attention import make_attention
+from executor.distributed.graphed_stage import GraphedStage, stage_graphs_for
 from executor.distributed.layout import Layout, Shard
 from executor.distributed.links import HiddenStates
 from executor.distributed.plans import Plan
@@ -27,7 +28,7 @@ from executor.distributed.stage_model import StageModel
 from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kv_memory.pool import KVCache
-from executor.model.loading import Loaded, find_model, pick_device, torch_dtype
+from executor.model.loading import Loaded, find_model, pick_device, torch_dtype, use_device
 
 SWITCH_S = 2e-4
 """How long one thread of a rank may keep another one from the interpreter: a result has to be noticed, and a batch
@@ -71,6 +72,7 @@ class ShardOrder:
     trim_last_layer: bool
     block_size: int
     threads: int
+    graphs: str = "auto"
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ShardOrder:
@@ -86,7 +88,7 @@ def load_shard(order: ShardOrder, layout: Layout, rank: int, local_rank: int, gr
     device = pick_device(order.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = use_device(device)
     dtype = order.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else source.spec.dtype
@@ -100,7 +102,7 @@ def load_shard(order: ShardOrder, layout: Layout, rank: int, local_rank: int, gr
     model = StageModel(
         shard, weights, kernels, attention, order.max_tokens, group, trim_last_layer=order.trim_last_layer
     )
-    return Loaded(model, source, device, weight_dtype, pool_dtype, order.seed, order.max_tokens, "off")
+    return Loaded(model, source, device, weight_dtype, pool_dtype, order.seed, order.max_tokens, order.graphs)
 
 
 class StageWorker:
@@ -114,12 +116,15 @@ class StageWorker:
         kernels = self.model.kernels
         self.hidden = HiddenStates(layout, rank, self.shard.whole.hidden, kernels.activation_dtype, loaded.device)
         self.cache: KVCache | None = None
+        self.graphs: GraphedStage | None = None
         self.log: array[int] = array("q")
 
     def new_cache(self, blocks: int, block_size: int, fill_seed: int | None = None) -> KVCache:
         """The pool of a run, the old one dropped. fill_seed: small random numbers in it (to measure with)."""
-        self.cache = None
+        self.cache = self.graphs = None
         self.cache = self.loaded.new_cache(blocks, block_size)
+        group = self.model.group
+        self.graphs = stage_graphs_for(self.loaded, self.cache, group is None or dist.get_backend(group) == "nccl")
         if fill_seed is not None:
             generator = torch.Generator(device=self.loaded.device).manual_seed(fill_seed)
             self.cache.pool.normal_(0.0, 0.5, generator=generator)
@@ -145,14 +150,22 @@ class StageWorker:
         if plan.poison:
             self.cache.poison(plan.poison)
         slot, hidden = ready.slot, ready.hidden
+        first = hidden is None
         if hidden is None:
             slot, hidden = self.hidden.buffer(step.rows)
-            model.kernels.begin()
-            model.embed(step.tensor(step.token_ids), hidden)
-        out = model.run_layers(hidden, step, self.cache)
         ids: list[int] | None = None
-        if self.shard.is_last:
-            ids = model.sample(out, plan.sampling, plan.positions).tolist() if len(plan.positions) else []
+        sizes = None if self.graphs is None or plan.sampling is not None else self.graphs.fits(step)
+        if self.graphs is not None and sizes is not None:
+            given = step.tensor(step.token_ids) if first else hidden
+            sampled = self.graphs.run(given, step, hidden, sizes)
+            ids = None if sampled is None else sampled[: len(plan.positions)].tolist()
+        else:
+            if first:
+                model.kernels.begin()
+                model.embed(step.tensor(step.token_ids), hidden)
+            out = model.run_layers(hidden, step, self.cache)
+            if self.shard.is_last:
+                ids = model.sample(out, plan.sampling, plan.positions).tolist() if len(plan.positions) else []
         if self.loaded.device.type == "cuda":
             torch.cuda.current_stream(self.loaded.device).synchronize()
         end = time.perf_counter_ns()

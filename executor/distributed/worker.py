@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from executor.distributed.clocks import machine
 from executor.distributed.launch import (
+    BEAT_S,
     LIFELINE,
     environment_store,
     meet,
@@ -25,7 +26,7 @@ from executor.distributed.launch import (
     started_by_torchrun,
 )
 from executor.distributed.layout import Layout
-from executor.distributed.links import BATCH, BYE, CALL, FAILURE, PING, PONG, REPLY, RESULT, STOP, Bytes, Frames
+from executor.distributed.links import BATCH, BEAT, BYE, CALL, FAILURE, PING, PONG, REPLY, RESULT, STOP, Bytes, Frames
 from executor.distributed.plans import read_plan
 from executor.distributed.stage_worker import (
     SWITCH_S,
@@ -51,10 +52,32 @@ class Worker:
         self._group: Any = None
         self._layout: Layout | None = None
         self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._speaking = threading.Lock()
+        self._said_all = False
+
+    def last_word(self, kind: int, payload: Bytes) -> None:
+        """Rank 0 listens no more after this frame: a sign of life behind it would wait to be heard for ever."""
+        with self._speaking:
+            self._said_all = True
+            self.frames.send(kind, payload, [0])
+        self.frames.flush()
+
+    def _beat(self) -> None:
+        """Say that this process runs. Where it is stopped, or its machine is, this stops too."""
+        while True:
+            time.sleep(BEAT_S)
+            with self._speaking:
+                if self._said_all:
+                    return
+                try:
+                    self.frames.send(BEAT, np.empty(0, np.uint8), [0])
+                except RuntimeError:
+                    return  # rank 0 is gone, which the receiving thread hears of
 
     def serve(self) -> None:
         """Until STOP. Raises whatever went wrong here; RuntimeError where rank 0 or a neighbour is gone."""
         threading.Thread(target=self._receive, name="frames", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
         while True:
             item, waited = next_ready(self._queue)
             if isinstance(item, Ready):
@@ -66,8 +89,7 @@ class Worker:
             elif isinstance(item, BaseException):
                 raise item
             elif item is None:
-                self.frames.send(BYE, np.empty(0, np.uint8), [0])
-                self.frames.flush()
+                self.last_word(BYE, np.empty(0, np.uint8))
                 return
             else:
                 reply = self._call(**item)
@@ -158,8 +180,7 @@ def main() -> None:
 
 def _tell(worker: Worker, text: str) -> None:
     try:
-        worker.frames.send(FAILURE, np.frombuffer(text.encode(), np.uint8), [0])
-        worker.frames.flush()
+        worker.last_word(FAILURE, np.frombuffer(text.encode(), np.uint8))
     except RuntimeError:
         return  # rank 0 is gone: there is nobody to tell
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from executor.model.loading import Loaded
 
 
+Result = TypeVar("Result")
+
+
 class Capture(Protocol):
     """What a captured pass offers; `torch.cuda.CUDAGraph` behind `CudaCapture`, a stand-in in tests."""
 
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+    def capture(self, run: Callable[[], Result]) -> Result:
         """Record what `run` does; returns its (static) result. Nothing has been computed yet."""
 
     def replay(self) -> None:
@@ -51,7 +54,7 @@ class CudaCapture:
         self._own_pool = own_pool
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+    def capture(self, run: Callable[[], Result]) -> Result:
         if CudaCapture._pool is None:
             CudaCapture._pool = torch.cuda.graph_pool_handle()
         # thread_local: while a worker captures, the main thread may go on planning and pinning memory.
@@ -161,8 +164,11 @@ class Counts:
 class _Graph:
     capture: Capture
     step: Step
-    token_ids: Tensor
-    logits: Tensor
+    given: Tensor
+    """Token ids, or the hidden states of an earlier stage."""
+    result: Tensor
+    sampled: Tensor
+    """Token ids by the largest logit; empty where the pass ends in hidden states."""
     held: list[Tensor]
     """Memory that the recorded kernels write to: it must outlive the graph, whoever else lets go of it."""
     bytes: int
@@ -173,6 +179,9 @@ class _Graph:
 
 class GraphedModel:
     """A model's forward pass through graphs where a bucket fits, and as it is where none does.
+
+    The choice of the largest logit is captured with the pass: `sampled` holds it after a replay, None after a pass
+    without a graph.
 
     cache: the pool that captured kernels read and write; it may not be replaced. most_bytes: memory that graphs may
     take: beyond it the one unused for longest goes. new_capture: makes a `Capture`. executed_rows: rows of the last
@@ -194,6 +203,7 @@ class GraphedModel:
         self.model, self.cache, self.buckets, self.most_bytes = model, cache, buckets, most_bytes
         self.counts = Counts()
         self.executed_rows = 0
+        self.sampled: Tensor | None = None
         if new_capture is CudaCapture and not model.attention.shares_graph_pool:
             new_capture = partial(CudaCapture, own_pool=True)
         self._new_capture = new_capture
@@ -233,21 +243,36 @@ class GraphedModel:
         if sizes is None or cache is not self.cache or not sizes.holds(exact):
             self.counts.without += 1
             self.executed_rows = step.rows
+            self.sampled = None
             place(step, cache.block_size, trimmed=self.model.trim_last_layer)
             ready()
             return self.model.forward(token_ids, step, cache)
+        graph = self._replay(sizes, token_ids, step, ready)
+        self.sampled = graph.sampled[: len(step.sampled_rows)]
+        return graph.result[: len(step.sampled_rows)]
+
+    def _replay(self, sizes: Sizes, given: Tensor, step: Step, ready: Callable[[], None]) -> _Graph:
         graph = self._graphs.get(sizes)
         if graph is None:
             graph = self._capture(sizes)
         self._graphs.move_to_end(sizes)
-        self._fill(graph, sizes, token_ids, step)
+        self._fill(graph, sizes, given, step)
         ready()
         graph.capture.replay()
         self.counts.replayed += 1
         self.executed_rows = sizes.rows
-        return graph.logits[: len(step.sampled_rows)]
+        return graph
 
-    def _fill(self, graph: _Graph, sizes: Sizes, token_ids: Tensor, step: Step) -> None:
+    def _new_input(self, rows: int) -> Tensor:
+        """What a pass starts from, where captured kernels read it."""
+        return torch.zeros(rows, dtype=torch.int64, device=self.cache.device)
+
+    def _pass(self, given: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """(logits, greedy ids) of a static step."""
+        logits = self.model.forward(given, step, self.cache)
+        return logits, self.model.kernels.argmax(logits)
+
+    def _fill(self, graph: _Graph, sizes: Sizes, given: Tensor, step: Step) -> None:
         """Put the batch where the captured kernels look for it, in one copy."""
         parts = [pack(step, sizes)]
         if self.model.trim_last_layer and graph.step.only_sampled is not graph.step:
@@ -256,8 +281,8 @@ class GraphedModel:
         np.concatenate(parts, out=graph.staging.numpy())
         graph.buffer.copy_(graph.staging, non_blocking=True)
         useful, decodes, first = int(step.chunk_tokens.sum()), step.num_decodes, sizes.chunk_rows
-        graph.token_ids[:useful].copy_(token_ids[:useful])
-        graph.token_ids[first : first + decodes].copy_(token_ids[useful : useful + decodes])
+        graph.given[:useful].copy_(given[:useful])
+        graph.given[first : first + decodes].copy_(given[useful : useful + decodes])
 
     @torch.inference_mode()
     def _capture(self, sizes: Sizes) -> _Graph:
@@ -265,16 +290,16 @@ class GraphedModel:
         before = _memory_taken(device)
         step, buffer = static_step(sizes, self.cache.block_size, device, trimmed=model.trim_last_layer)
         staging = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-        token_ids = torch.zeros(sizes.rows, dtype=torch.int64, device=device)
+        given = self._new_input(sizes.rows)
         # Once for real: kernels are compiled and buffers grow outside of the capture. All rows are padding.
-        model.forward(token_ids, step, self.cache)
+        self._pass(given, step)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         capture = self._new_capture()
-        logits = capture.capture(lambda: model.forward(token_ids, step, self.cache))
+        result, sampled = capture.capture(lambda: self._pass(given, step))
         held = [*model.kernels.held(), *model.attention.held()]
         taken = max(_memory_taken(device) - before, 4 * buffer.numel())
-        graph = _Graph(capture, step, token_ids, logits, held, taken, buffer, staging)
+        graph = _Graph(capture, step, given, result, sampled, held, taken, buffer, staging)
         self._graphs[sizes] = graph
         self.counts.captured += 1
         self.counts.bytes += taken
@@ -305,11 +330,16 @@ def graphs_for(loaded: Loaded, cache: KVCache, longest: int) -> GraphedModel | N
     )
 
 
-def graph_bytes(loaded: Loaded) -> int:
-    """Memory to leave for the graphs of a model."""
+def can_be_captured(loaded: Loaded) -> bool:
+    """Whether graphs are wanted and everything that a pass launches may be in one."""
     model = loaded.model
     captured = loaded.device.type == "cuda" and model.kernels.capturable and model.attention.capturable
-    return MOST_BYTES if captured and loaded.graphs != "off" else 0
+    return captured and loaded.graphs != "off"
+
+
+def graph_bytes(loaded: Loaded) -> int:
+    """Memory to leave for the graphs of a model."""
+    return MOST_BYTES if can_be_captured(loaded) else 0
 
 
 def static_step(sizes: Sizes, block_size: int, device: torch.device, *, trimmed: bool) -> tuple[Step, Tensor]:

@@ -394,6 +394,8 @@ class Runner:
     def _sample(self, logits: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         kernels = self.loaded.model.kernels
         if prepared.sampling is None:
+            if self.graphs is not None and self.graphs.sampled is not None:
+                return self.graphs.sampled
             return kernels.argmax(logits)
         step = prepared.step
         return sample(logits, prepared.sampling, step.positions[step.sampled_rows].tolist(), kernels)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from experiments.errors import ExperimentError
-from experiments.sweeps.command import EngineOption, RayAddressOption, WorkersOption
+from experiments.sweeps.command import EngineOption, RayAddressOption, TermOption, WorkersOption, terms_of
 from policies.edges.command_line import refuse_unknown_flags, tell_notes
 from policies.edges.output_file import check_place
 from policies.registry import knobs_of, policy_class
@@ -49,6 +48,7 @@ def capacity(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
     ] = None,
+    term: TermOption = None,
     arrivals: Annotated[
         str | None, typer.Option(help="own (the trace's gaps), poisson, gamma:CV or uniform; the search sets the rate.")
     ] = None,
@@ -97,12 +97,14 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    if term:
+        base["terms"] = terms_of(term)
     for name in base:
         if name.startswith("trace.") or name == "limit" or (name == "rate_scale" and not smallest):
             raise ExperimentError(
                 f"--set {name}: a capacity search sets its own draws and rates; see --requests, --arrivals"
             )
-    workload = _workload(trace, prompt, output)
+    workload, tried = _workload(trace, prompt, output), axes.get("policy", ())
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     if smallest:
         for name, value in (("--requests", requests), ("--draws", draws), ("--tolerance", tolerance)):
@@ -110,7 +112,7 @@ def capacity(
                 raise ExperimentError(f"{name}: found beside --smallest, which serves the trace as it is, once")
         if arrivals is not None:
             workload |= {"arrivals": arrivals, "seed": seed}
-        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}))
+        notes = tell_notes(notes_of_search(workload, {**base, "slo": slo, "replicas": 2}, policies=tried))
         _smallest(workload, axes, base, objective, chosen, prices, as_json, report, notes)
         return
     draws, requests = DRAWS if draws is None else draws, REQUESTS if requests is None else requests
@@ -119,7 +121,7 @@ def capacity(
     from experiments.running.progress import Progress
 
     plan = draw_plan(workload, arrivals=arrivals, requests=requests, draws=draws, seed=seed)
-    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan))
+    notes = tell_notes(notes_of_search(workload, {**base, "slo": slo}, plan=plan, policies=tried))
     with Progress("capacity", "searches", quiet=as_json) as progress:
         study = find_capacities(
             axes,
@@ -159,8 +161,7 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
         f"Intervals are 95 % (Student's t over draws), brackets of {study.tolerance:.1%} added.",
     ]
     for setting in study.settings:
-        trust = "calibrated" if setting.calibrated else "uncalibrated: specifications alone"
-        notes.append(f"{setting.label}: {setting.error or f'costs {setting.cost_model} ({trust})'}.")
+        notes.append(f"{setting.label}: {setting.error or f'costs {setting.cost_model} ({setting.cost_basis})'}.")
     notes += [
         f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}."
         for row in priced
@@ -191,11 +192,10 @@ def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any], held: str) -> None:
-    from rich.console import Console
-
     from experiments.capacity.search import SPAN_OVER_BOUND
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -224,9 +224,9 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
                 f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but "
                 "count neither as served nor in tokens, GPU-seconds or money"
             )
-    for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
-        calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
-        say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")
+    costs = [f"{one.cost_model} ({one.cost_basis})" for one in study.settings if one.cost_model]
+    for name in dict.fromkeys(costs):
+        say(f"costs: {name}")
     for row in priced:
         say(f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}")
 
@@ -393,7 +393,7 @@ def _spoken_size(row: dict[str, Any]) -> str:
         text += f", with {needed - 1}: {below['tightest']} " + ("misses" if worst == math.inf else f"at {worst:.0%}")
     if at["rejected"]:
         text += f"; {at['rejected']} of {_count(at['measured'], 'request')} are too long for it and not served"
-    return text + f" (costs: {at['cost_model']}{'' if at['calibrated'] else ', uncalibrated'})"
+    return text + f" (costs: {at['cost_model']}, {at['cost_basis']})"
 
 
 def _count(number: int, what: str) -> str:

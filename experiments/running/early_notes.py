@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from experiments.sweeps.axes import SweepSpec
     from workloads import Trace
 
-_LOOKED_AT = ("router", "decode_router", "replicas", "pools", "autoscale", "prefix_caching")
+_LOOKED_AT = ("router", "decode_router", "replicas", "pools", "autoscale", "prefix_caching", "policy", "knobs")
 """Settings that `settings_without_effect` asks for."""
+_KNOBS_LOOKED_AT = ("scheduling",)
 _MOST_COMBINATIONS = 200
 
 
@@ -33,7 +34,9 @@ def notes_of(trace: Trace, settings: Iterable[Mapping[str, Any]]) -> list[str]:
     for each in settings:
         # What cannot be run is told by whoever tries.
         with suppress(InputError):
-            config = ReplayConfig.from_dict({name: each[name] for name in _LOOKED_AT if name in each})
+            values = {name: each[name] for name in _LOOKED_AT if name in each}
+            knobs = {name: each[name] for name in _KNOBS_LOOKED_AT if name in each}
+            config = ReplayConfig.from_dict({**values, "knobs": {**values.get("knobs", {}), **knobs}})
             notes += settings_without_effect(config, trace)
             notes += doubtful_bounds(str(each["slo"])) if each.get("slo") else []
     return list(dict.fromkeys(notes))
@@ -43,7 +46,7 @@ def notes_of_sweep(spec: SweepSpec) -> list[str]:
     """Notes of every trace file that a sweep reads, with every combination of settings that they could be about."""
     choices: dict[str, Sequence[Any]] = {axis.name: axis.values or (axis.low, axis.high) for axis in spec.axes}
     workload = {name.removeprefix("trace."): values[0] for name, values in choices.items() if name.startswith("trace.")}
-    looked_at = {name: values for name, values in choices.items() if name in _LOOKED_AT}
+    looked_at = {name: values for name, values in choices.items() if name in (*_LOOKED_AT, *_KNOBS_LOOKED_AT)}
     settings = [
         {**spec.base, **dict(zip(looked_at, values))}
         for values in islice(product(*looked_at.values()), _MOST_COMBINATIONS)
@@ -56,12 +59,17 @@ def notes_of_sweep(spec: SweepSpec) -> list[str]:
 
 
 def notes_of_search(
-    workload: Mapping[str, Any], base: Mapping[str, Any], *, plan: Mapping[str, Any] | None = None
+    workload: Mapping[str, Any],
+    base: Mapping[str, Any],
+    *,
+    plan: Mapping[str, Any] | None = None,
+    policies: Sequence[str] = (),
 ) -> list[str]:
-    """Those of a workload, and of its draws where there is a plan of them: these have fewer columns."""
+    """Those of a workload under each policy; where there is a plan of draws, of these, which have fewer columns."""
     from experiments.capacity.draws import draw_of
 
+    settings = [{**base, "policy": policy} for policy in policies] or [base]
     with suppress(InputError):
         trace = load_workload(workload if plan is None else plan["workload"])
-        return [*trace.notes, *notes_of(trace if plan is None else draw_of(plan, 0), [base])]
+        return [*trace.notes, *notes_of(trace if plan is None else draw_of(plan, 0), settings)]
     return []

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import signal
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,9 +14,11 @@ from typing import Any
 from experiments.errors import ExperimentError
 from experiments.running.task_runners import Tasks, placed_together, project_root
 from experiments.running.tasks import Result, Task, one_thread_each, perform
+from policies.edges.command_line import tell_notes
 from policies.edges.input_digests import changed_inputs, digests_of, named_files, parts_of
 from policies.edges.user_code import PACKAGES
 
+FIRST_WITH_TOKENS = (2, 52)
 _AHEAD = 2
 """Tasks submitted per CPU of the cluster: one runs, one waits."""
 
@@ -21,12 +28,25 @@ class RayEngine:
     "local": a cluster of this machine alone, for the time of the work."""
 
     def __init__(self, address: str | None) -> None:
+        # Read when Ray is first used; a cluster of others goes by what its users have set.
+        too_late = "ray" in sys.modules and "RAY_AUTH_MODE" not in os.environ
+        self._environment = _token() if address == "local" and not too_late else {}
+        os.environ.update(self._environment)
         try:
             import ray
         except ImportError:
             raise ExperimentError("--engine ray: Ray is not installed: pip install ray") from None
         modules = [str(project_root() / name) for name in sorted(PACKAGES) if (project_root() / name).is_dir()]
         environment = {"py_modules": modules, "env_vars": {"OMP_NUM_THREADS": "1"}}
+        if address == "local" and (too_late or _version(ray.__version__) < FIRST_WITH_TOKENS):
+            why = "was imported before RAY_AUTH_MODE=token was set" if too_late else "has no tokens"
+            tell_notes(
+                [
+                    f"Ray {ray.__version__} {why}: as long as this runs, whoever reaches a port of this "
+                    "machine can run code as you; take Ray 2.52 or later, or --engine local"
+                ]
+            )
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             ray.init(
                 address=address or "auto",
@@ -34,6 +54,7 @@ class RayEngine:
                 log_to_driver=False,
                 logging_level="ERROR",
                 configure_logging=True,
+                include_dashboard=False if address == "local" else None,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -41,6 +62,11 @@ class RayEngine:
                 f"--engine ray: no cluster at {address or 'this machine'} ({reason}); start one with "
                 "`ray start --head`, name one with --ray-address host:port, or take --ray-address local"
             ) from None
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                # Ray ends a process by SIGTERM with exit code 15 and without cleaning up.
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         self._ray: Any = ray
 
     def run(self, tasks: Tasks) -> Iterator[tuple[int, Result]]:
@@ -82,6 +108,20 @@ class RayEngine:
 
     def close(self) -> None:
         self._ray.shutdown()
+        for name, value in self._environment.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+
+def _token() -> dict[str, str]:
+    """What makes Ray's services refuse whoever has not this secret; nothing where the user has chosen himself."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
 
 
 def _failed(error: str) -> Result:

@@ -17,7 +17,10 @@ from policies.edges.input_digests import digests_of
 if TYPE_CHECKING:
     from workloads import Trace
 
-READING = ("trace_format", "on_bad_row", "on_unsorted", "arrivals", "seed", "spread_ties")
+READING = (
+    *("trace_format", "on_bad_row", "on_unsorted", "arrivals", "seed", "spread_ties"),
+    *("sessions", "history", "coupling", "hash_tokens", "time_unit"),
+)
 GENERATING = ("requests", "duration_s", "arrivals", "prompt", "output", "stratified", "seed")
 WORKLOAD_KEYS = frozenset(("file", "first", "limit", "timeout_s", *READING, *GENERATING))
 

@@ -2,8 +2,9 @@
 
 An axis is named like the thing it varies: a field of a replay (`policy`, `tp`, `rate_scale`), a knob of the policy
 (`chunk_size`), or with a prefix a setting of the trace (`trace.prompt`), a fact of the GPU
-(`hardware.memory_bandwidth`) or of the model (`model.layers`). A knob goes only to those policies that have it, so one
-sweep can hold policies with different knobs; points that become equal that way are run once.
+(`hardware.memory_bandwidth`), of the model (`model.layers`), or a term of the engine (`term.host_tp_step_us`). A knob
+goes only to those policies that have it, so one sweep can hold policies with different knobs; points that become equal
+that way are run once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from policies.edges.input_file import read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file
 
 METHODS = ("grid", "random", "optuna")
-PREFIXES = ("trace", "model", "hardware")
+PREFIXES = ("trace", "model", "hardware", "term")
 Values = dict[str, Any]
 
 _TOP = ("method", "points", "seed", "objective", "direction", "batch", "trace", "base", "space")
@@ -189,7 +190,9 @@ def task_of(spec: SweepSpec, values: Values) -> dict[str, Any]:
     knobs: Values = {}
     for name, value in {**spec.base, **values}.items():
         prefix, dot, rest = name.partition(".")
-        if dot and prefix in PREFIXES:
+        if dot and prefix == "term":
+            task["config"]["terms"] = {**task["config"].get("terms", {}), rest: value}
+        elif dot and prefix in PREFIXES:
             task[prefix][rest] = value
         elif is_knob(name):
             if name in _knobs_of(policy):
@@ -210,6 +213,7 @@ def is_knob(name: str) -> bool:
 
 def _check_names(spec: SweepSpec) -> None:
     from experiments.running.workload import WORKLOAD_KEYS
+    from profiler.operators.engine_terms import EngineTerms
 
     policies = _policies(spec.axes, spec.base)
     known = set().union(*(_knobs_of(policy) for policy in policies))
@@ -217,6 +221,8 @@ def _check_names(spec: SweepSpec) -> None:
         prefix, dot, rest = name.partition(".")
         if dot and prefix not in PREFIXES:
             raise ExperimentError(f"found {name!r}, expected a prefix of {', '.join(PREFIXES)}")
+        if dot and prefix == "term":
+            EngineTerms.from_mapping({rest: getattr(EngineTerms(), rest, None)}, name)
         if prefix == "trace" and rest not in WORKLOAD_KEYS:
             raise ExperimentError(f"found {name!r}, expected trace. and one of {', '.join(sorted(WORKLOAD_KEYS))}")
         if is_knob(name) and name not in known:

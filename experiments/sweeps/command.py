@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,10 @@ RayAddressOption = Annotated[
     str | None, typer.Option("--ray-address", help="Ray cluster, host:port; local starts one here.")
 ]
 
+TermOption = Annotated[
+    list[str] | None, typer.Option("--term", help="Change a term of the engine, as host_tp_step_us=0; repeatable.")
+]
+
 SHOWN = ("ttft_s_p99", "tbt_s_p99", "e2e_s_p50", "requests_per_s", "output_tokens_per_s", "slo_attainment")
 
 
@@ -43,6 +48,7 @@ def sweep(
     workers: WorkersOption = None,
     ray_address: RayAddressOption = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the points in.")] = None,
+    term: TermOption = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed points again.")] = False,
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Keep finished points although their inputs have changed.")
@@ -62,6 +68,8 @@ def sweep(
         check_place(report, ExperimentError)
         require_plotly()
     spec = read_sweep(file)
+    if term:
+        spec = replace(spec, base={**spec.base, "terms": {**spec.base.get("terms", {}), **terms_of(term)}})
     target = out or Path("runs") / file.stem
     chosen = make_engine(engine, workers=workers, ray_address=ray_address)
     notes = tell_notes(notes_of_sweep(spec))
@@ -81,9 +89,9 @@ def sweep(
         print(json.dumps({**counts, "notes": notes, "rows": rows}, indent=2))
         _refuse_success(rows, failed)
         return
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
     console.print(_table(folder))
     tell = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for costs, count in _costs(rows).most_common(5):
@@ -94,6 +102,15 @@ def sweep(
     _refuse_success(rows, failed)
 
 
+def terms_of(texts: Sequence[str]) -> dict[str, Any]:
+    """Terms of a command line, checked by name and value."""
+    from profiler.operators.engine_terms import EngineTerms, parse_terms
+
+    terms = parse_terms(texts, ExperimentError)
+    EngineTerms.from_mapping(terms, "--term")
+    return terms
+
+
 def _refuse_success(rows: Sequence[object], failed: Sequence[Mapping[str, Any]]) -> None:
     """A sweep whose points all failed found nothing."""
     if failed and len(failed) == len(rows):
@@ -102,11 +119,7 @@ def _refuse_success(rows: Sequence[object], failed: Sequence[Mapping[str, Any]])
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Where the costs of points come from, and how many of them each."""
-    return Counter(
-        f"{row['cost_model']} ({'calibrated' if row.get('calibrated') else 'uncalibrated: specifications alone'})"
-        for row in rows
-        if row.get("cost_model")
-    )
+    return Counter(f"{row['cost_model']} ({row.get('cost_basis')})" for row in rows if row.get("cost_model"))
 
 
 def _write_report(path: Path, folder: SweepFolder, file: Path, said: Sequence[str]) -> None:

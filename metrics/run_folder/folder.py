@@ -68,10 +68,28 @@ def write_run(
 
 
 def read_run(path: str | Path) -> RunTables:
-    """Read a run folder. Tables stay on disk until a column is asked for; .config and .summary are dictionaries."""
-    from metrics.run_folder.tables import RunTables
+    """Read a run folder. Tables stay on disk until a column is asked for; .config and .summary are dictionaries.
 
-    folder = Path(path)
+    A folder that is replaced while it is read is read again. Where it is replaced later, the next column that is asked
+    for raises MetricsError.
+    """
+    from metrics.run_folder.tables import identity
+
+    while True:
+        there = identity(followed(path))
+        try:
+            run = _read_whole(Path(path))
+        except (MetricsError, OSError):
+            if identity(followed(path)) == there:
+                raise
+            continue
+        if identity(followed(path)) == there:
+            return run
+
+
+def _read_whole(folder: Path) -> RunTables:
+    from metrics.run_folder.tables import RunTables, identity
+
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise MetricsError(f"{folder}: found {found}, expected a run folder")
@@ -97,7 +115,8 @@ def read_run(path: str | Path) -> RunTables:
         _check_table(file, name)
     summary_file = folder / "summary.json"
     summary = _read_json(summary_file) if summary_file.exists() else {}
-    return RunTables(tables, {k: v for k, v in config.items() if k not in (RUN_MARKER, AS_WRITTEN)}, summary)
+    facts = {key: value for key, value in config.items() if key not in (RUN_MARKER, AS_WRITTEN)}
+    return RunTables(tables, facts, summary, {name: identity(file) for name, file in tables.items()})
 
 
 def is_run_folder(path: str | Path) -> bool:
@@ -167,6 +186,8 @@ def _check_table(file: Path, name: str) -> None:
 
 def check_run_place(path: str | Path) -> None:
     """Raises MetricsError where a run could not be written, so that it shows before the run and not after it."""
+    from metrics.run_folder.tables import identity
+
     check_place(path, MetricsError)
     target = followed(path)
     clear_leftovers(target.parent)
@@ -178,15 +199,6 @@ def check_run_place(path: str | Path) -> None:
                 raise
             continue  # another run was put there while we looked
         return
-
-
-def identity(path: Path) -> tuple[int, ...] | None:
-    """Which file or folder lies at a path, None if none: another one there has another identity."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def _check_what_is_there(path: str | Path, target: Path) -> None:

@@ -6,7 +6,8 @@ iterations need the few columns that they use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,20 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 
+def identity(path: Path) -> tuple[int, ...] | None:
+    """Which file or folder lies at a path, None if none: another one there has another identity."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
 class RunTables:
     """One run: five tables (`metrics.run_folder.columns.TABLES`), its configuration and, once written, its summary.
 
     Each of requests, iterations, tokens, segments and stages is a pyarrow Table; `column` gives one column as a numpy
-    array and `frame` a pandas DataFrame.
+    array and `frame` a pandas DataFrame. opened: `identity` of each table on disk when the run was opened.
     """
 
     def __init__(
@@ -34,11 +44,13 @@ class RunTables:
         tables: Mapping[str, pa.Table | Path],
         config: Mapping[str, Any] | None = None,
         summary: Mapping[str, Any] | None = None,
+        opened: Mapping[str, object] | None = None,
     ) -> None:
         missing = [name for name in TABLES if name not in tables]
         if missing:
             raise MetricsError(f"run: found no table {missing[0]}, expected {', '.join(TABLES)}")
         self._tables = dict(tables)
+        self._opened = dict(opened or {})
         self.config: dict[str, Any] = dict(config or {})
         self.summary: dict[str, Any] = dict(summary or {})
 
@@ -68,7 +80,8 @@ class RunTables:
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
+            with self._the_one_that_was_opened(name, held):
+                return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
         return held if columns is None else held.select(list(columns))
 
     def rows(self, name: str) -> int:
@@ -76,8 +89,29 @@ class RunTables:
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return int(pq.read_metadata(held).num_rows)
+            with self._the_one_that_was_opened(name, held):
+                return int(pq.read_metadata(held).num_rows)
         return int(held.num_rows)
+
+    @contextmanager
+    def _the_one_that_was_opened(self, name: str, file: Path) -> Iterator[None]:
+        """Columns of one run beside config and summary of another would be wrong without a word.
+
+        Looked at afterwards: what has been read or mapped by then stays what it was, whatever is put at its place.
+        """
+        try:
+            yield
+        except OSError:
+            self._refuse_another(name, file)
+            raise
+        self._refuse_another(name, file)
+
+    def _refuse_another(self, name: str, file: Path) -> None:
+        if name in self._opened and identity(file) != self._opened[name]:
+            raise MetricsError(
+                f"{file.parent}: found another run there than the one that was opened: it was replaced meanwhile; "
+                "read it again"
+            )
 
     def column(self, table: str, name: str) -> NDArray[Any]:
         """One column as a numpy array (strings as objects); not for the nested columns."""

@@ -178,41 +178,60 @@ def predict(
     tp: Tp = 1,
     pp: Pp = 1,
     layer_split: LayerSplit = None,
+    engine: Annotated[str, typer.Option(help="Engine as it is served: vllm:0.19, ..., or a TOML file.")] = "none",
+    term: Annotated[list[str] | None, typer.Option(help="Change a term of the engine, as launch_us=5.")] = None,
+    p2p: Annotated[
+        bool | None, typer.Option("--p2p/--no-p2p", help="GPUs of a node reach each other directly.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What one iteration costs, part by part."""
+    from dataclasses import replace
+
     from policies.work.batch import BatchShape
     from profiler.errors import ProfileError
+    from profiler.evidence import evidence_of, parts_rest_on
     from profiler.load import load_cost_model
+    from profiler.operators.engine_terms import parse_terms
+    from profiler.specs.hardware import load_hardware
     from profiler.specs.layer_split import parse_split
 
     chunks = tuple(_chunk(text) for text in chunk or ())
     if min(decodes, context, dummy_tokens) < 0 or not (chunks or decodes):
         raise ProfileError("predict: give at least one --chunk or --decodes, and no negative number")
-    engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
-    cost = load_cost_model(model, gpu, cost_model=cost_model, layer_split=parse_split(layer_split), **engine)
+    card = load_hardware(gpu)
+    if p2p is not None:
+        card = replace(card, p2p=p2p)
+    served: dict[str, Any] = {"engine": engine, "terms": parse_terms(term or [], ProfileError)}
+    width: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
+    cost = load_cost_model(model, card, cost_model=cost_model, layer_split=parse_split(layer_split), **width, **served)
     most = 10**9  # beyond it nothing is a batch, and sums of contexts leave 64 bits
     if max(decodes, context, dummy_tokens, *(max(one) for one in chunks or ((0, 0),))) > most:
         raise ProfileError(f"predict: found a number above {most:,}, expected a batch")
     total = decodes * context
     shape = BatchShape(chunks, decodes, total, context if decodes else 0, dummy_tokens, len(chunks) + decodes)
     parts = cost.breakdown(shape)
+    evidence, rests_on = evidence_of([(cost, [shape], [1])]), parts_rest_on(cost, shape)
     if json:
         return _print_json(
             {
                 "cost_model": cost.name,
-                "calibrated": cost.calibrated,
+                **evidence.as_dict(),
                 "inside": cost.inside(shape),
                 "shape": shape._asdict(),
                 "stages_ns": [cost.stage_ns(shape, stage) for stage in range(cost.stages)],
                 "parts_ns": dict(parts),
+                "parts_rest_on": rests_on,
                 "total_ns": sum(parts.values()),
             }
         )
-    typer.echo(f"{cost.name}{'' if cost.calibrated else ' (uncalibrated)'}")
+    typer.echo(f"{cost.name} ({evidence.words})")
     whole = sum(parts.values())
-    rows = [(name, f"{ns / 1e6:.3f}", f"{ns / whole:.1%}") for name, ns in [*parts.items(), ("total", whole)]]
-    _print_table(("part", "ms", "share"), rows, left=1)
+    rows = [
+        (name, rests_on.get(name, ""), f"{ns / 1e6:.3f}", f"{ns / whole:.1%}")
+        for name, ns in [*parts.items(), ("total", whole)]
+    ]
+    _print_table(("part", "rests on", "ms", "share"), rows, left=2)
 
 
 def published(

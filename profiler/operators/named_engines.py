@@ -183,3 +183,33 @@ def _build(name: str, facts: Mapping[str, Any], where: str, known: Mapping[str, 
             if key not in ("token_budget", "max_num_seqs") or isinstance(limit, bool) or not isinstance(limit, int):
                 raise ProfileError(f"{where}: limits.{size}.{key}: found {limit!r}, expected a count")
     return NamedEngine(name=name, **values)
+
+
+FLAGS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "token_budget": "--max-num-batched-tokens",
+        "max_num_seqs": "--max-num-seqs",
+        "memory": "--gpu-memory-utilization",
+        "long_prefill": "--long-prefill-token-threshold",
+    },
+    "trtllm": {
+        "token_budget": "--max_num_tokens",
+        "max_num_seqs": "--max_batch_size",
+        "memory": "--kv_cache_free_gpu_memory_fraction",
+    },
+    "sglang": {
+        "token_budget": "--chunked-prefill-size",
+        "max_num_seqs": "--max-running-requests",
+        "memory": "--mem-fraction-static",
+    },
+}
+"""How each engine's server spells its scheduler's settings."""
+
+
+def engine_flags(name: str, settings: Mapping[str, int | float]) -> str:
+    """Settings as flags of an engine's server; vLLM's where the engine is none of the table's own.
+
+    settings: by the keys of FLAGS; what an engine has no flag for is left out.
+    """
+    spelled = FLAGS.get(name.partition(":")[0], FLAGS["vllm"])
+    return " ".join(f"{spelled[key]} {value}" for key, value in settings.items() if key in spelled)

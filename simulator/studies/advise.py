@@ -109,7 +109,7 @@ def advise(
     """
     base = config or ReplayConfig()
     slo = slo or base.slo or DEFAULT_SLO
-    _bounds(slo)
+    bounds_of(slo)
     base = _measured_alike(trace, replace(base, slo=slo))
     tried: dict[str, Candidate] = {}
 
@@ -122,7 +122,7 @@ def advise(
             knobs = {} if chunk_size is None else {"chunk_size": chunk_size}
             settings = replace(base, policy=policy, knobs=knobs, token_budget=token_budget or base.token_budget)
             summary = replay_trace(trace, settings).summary
-            tried[label] = Candidate(label, policy, chunk_size, token_budget, summary, _room(summary, slo))
+            tried[label] = Candidate(label, policy, chunk_size, token_budget, summary, room_below(summary, slo))
         return tried[label]
 
     chunked = _walk(lambda size: attempt("chunked", chunk_size=size), START_CHUNK)
@@ -179,16 +179,16 @@ def _walk(attempt: Callable[[int], Candidate], start: int) -> Candidate:
     return best
 
 
-def _room(summary: Mapping[str, Any], slo: str) -> float:
+def room_below(summary: Mapping[str, Any], slo: str) -> float:
     """1 - value / bound of the tightest bound; -inf where nothing was measured."""
     rooms = []
-    for metric, bound in _bounds(slo):
+    for metric, bound in bounds_of(slo):
         value = summary[metric]
         rooms.append(float("-inf") if value is None or value != value else 1.0 - value / bound)
     return min(rooms)
 
 
-def _bounds(slo: str) -> list[tuple[str, float]]:
+def bounds_of(slo: str) -> list[tuple[str, float]]:
     """(summary key, bound in seconds) of each part of an objective."""
     bounds = [(bound.key, bound.bound_s) for bound in parse_slo(slo)]
     for key, _ in bounds:
@@ -197,7 +197,7 @@ def _bounds(slo: str) -> list[tuple[str, float]]:
     return bounds
 
 
-def _ms(seconds: float | None) -> str:
+def in_milliseconds(seconds: float | None) -> str:
     if seconds is None or seconds != seconds:
         return "n/a"
     return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
@@ -206,8 +206,8 @@ def _ms(seconds: float | None) -> str:
 def _numbers(candidate: Candidate) -> str:
     summary = candidate.summary
     return (
-        f"TTFT P50 {_ms(summary['ttft_s_p50'])}, P99 {_ms(summary['ttft_s_p99'])}; "
-        f"TBT P50 {_ms(summary['tbt_s_p50'])}, P99 {_ms(summary['tbt_s_p99'])}; "
+        f"TTFT P50 {in_milliseconds(summary['ttft_s_p50'])}, P99 {in_milliseconds(summary['ttft_s_p99'])}; "
+        f"TBT P50 {in_milliseconds(summary['tbt_s_p50'])}, P99 {in_milliseconds(summary['tbt_s_p99'])}; "
         f"{summary['goodput_requests_per_s'] or 0:.2f} requests/s within the objective"
     )
 
@@ -234,8 +234,8 @@ def _reasons(trace: Trace, best: Candidate, tried: Mapping[str, Candidate], slo:
     baseline = tried["prefill_priority"]
     if baseline is not best:
         reasons.append(
-            f"prefill_priority: {_numbers(baseline)}; its longest gap is {_ms(baseline.summary['tbt_s_max'])}, "
-            f"here {_ms(summary['tbt_s_max'])}"
+            f"prefill_priority: {_numbers(baseline)}; its longest gap is "
+            f"{in_milliseconds(baseline.summary['tbt_s_max'])}, here {in_milliseconds(summary['tbt_s_max'])}"
         )
     if best.summary["overloaded"]:
         reasons.append(
@@ -246,8 +246,8 @@ def _reasons(trace: Trace, best: Candidate, tried: Mapping[str, Candidate], slo:
         )
     elif not summary["slo_met"]:
         missed = [
-            f"{metric} {_ms(summary[metric])} above {_ms(bound)}"
-            for metric, bound in _bounds(slo)
+            f"{metric} {in_milliseconds(summary[metric])} above {in_milliseconds(bound)}"
+            for metric, bound in bounds_of(slo)
             if not (summary[metric] is not None and summary[metric] <= bound)
         ]
         reasons.append(f"no setting meets {slo}: {', '.join(missed)}")
@@ -274,11 +274,11 @@ def _rests_on(summary: Mapping[str, Any]) -> str:
 
 def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
     """The settings tried, as TTFT P99 against TBT P99, the objective's bounds, the choice marked."""
-    from metrics.drawing.figure_style import POLICY_STYLES, SINGLE_COLUMN_IN, house_style, new_figure, save
+    from metrics.drawing.figure_style import POLICY_STYLES, SINGLE_COLUMN_IN, footnote, house_style, new_figure, save
     from metrics.drawing.log_axis import log_scale
 
     folder.mkdir(parents=True, exist_ok=True)
-    bounds = dict(_bounds(advice.slo))
+    bounds = dict(bounds_of(advice.slo))
     with house_style():
         figure, axes = new_figure(SINGLE_COLUMN_IN * 1.35, 3.0)
         plot = axes[0, 0]
@@ -317,6 +317,7 @@ def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
         log_scale(plot, "x", "y")
         plot.set(xlabel="TBT P99 (ms)", ylabel="TTFT P99 (ms)")
         plot.legend(loc="best")
+        footnote(figure, [f"Costs: {best['cost_model']} ({best['cost_basis']})."])
         return save(figure, folder, "frontier")
 
 

@@ -206,7 +206,9 @@ def test_real_graphs_equal_the_plain_pass() -> None:
         step.arrays = None
         ids = step.tensor(step.token_ids)
         expected = ours.model.forward(ids, step, pool).clone()
-        assert torch.equal(model.forward(ids, step, pool), expected)
+        # Padding changes the matrix products' tiles, and with them the order of their sums: 8 bits of mantissa.
+        difference = (model.forward(ids, step, pool) - expected).abs().max()
+        assert float(difference) <= 0.03 * float(expected.abs().max())
     assert model.counts.captured == 2
     assert np.isfinite(expected.float().cpu().numpy()).all()
 

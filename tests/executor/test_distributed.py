@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import json
 import os
 import signal
 import subprocess
@@ -360,7 +363,25 @@ class Broken:
         return loaded
 
 
-def started(spec_file: str, tmp_path: Path, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
+def listening_addresses(pid: int) -> list[tuple[str, int]]:
+    """(address, port) of every TCP socket on which a process listens, IPv4 and IPv6."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if (target := os.readlink(descriptor)).startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
+    return found
+
+
+def started(spec_file: str, tmp_path: Path, *flags: str, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A long run over two stages by the command, and its child processes once it serves."""
     file = write_trace(trace_of([(20, 60)] * 40, 0.2), tmp_path / "trace.csv")
     command = [
@@ -389,7 +410,7 @@ def started(spec_file: str, tmp_path: Path, *flags: str) -> tuple[subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
     assert process.stderr is not None
     assert process.stderr.readline().startswith("serving")
@@ -407,9 +428,41 @@ def test_a_killed_rank_is_noticed_within_seconds_and_leaves_nothing_behind(spec_
     assert time.monotonic() - began < 15  # a second where the cores are free
     assert process.returncode == 2
     lines = [line for line in stderr.splitlines() if line.strip()]
-    assert lines == ["error: rank 1 (stage 1) was killed by signal 9"]
+    assert lines == [
+        f"error: rank 1 (stage 1) was killed by signal 9; the requests that had ended are in {tmp_path}/out.unfinished.jsonl"
+    ]
     assert not (tmp_path / "out").exists()  # as a single process that failed
     assert not is_alive(children[0])
+
+
+def test_a_rank_that_hangs_is_given_up_and_what_had_ended_is_kept(spec_file: str, tmp_path: Path) -> None:
+    process, children = started(spec_file, tmp_path, CHARIOTEER_RANK_SILENCE_S="3")
+    # Before that: whatever address of this machine somebody comes from, nothing but 127.0.0.1 answers.
+    listening = [place for pid in (process.pid, *children) for place in listening_addresses(pid)]
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    time.sleep(1.0)
+    os.kill(children[0], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)  # which waits for the batches in flight
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "error: rank 1 (stage 1) failed: no sign of life for 3 s: it hangs, or its machine is paused; " in stderr
+    assert not is_alive(children[0])
+    _, *ended = [json.loads(line) for line in (tmp_path / "out.unfinished.jsonl").read_text().splitlines()]
+    assert ended
+    assert {row["status"] for row in ended} <= {"finished", "aborted"}
+
+
+def test_a_command_that_is_stopped_as_a_whole_goes_on_where_it_was(spec_file: str, tmp_path: Path) -> None:
+    """Ctrl-Z in a terminal, and fg: nobody has been silent, all were."""
+    process, children = started(spec_file, tmp_path, CHARIOTEER_RANK_SILENCE_S="2")
+    everybody = [process.pid, *children]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
 
 
 def test_a_signal_ends_all_ranks_with_everything_accounted_for(spec_file: str, tmp_path: Path) -> None:

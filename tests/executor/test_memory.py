@@ -192,3 +192,18 @@ def test_a_burst_of_fifty_long_prompts_loses_nobody(ladder: str) -> None:
     assert int(run.tables.column("iterations", "free_blocks").min()) >= 0
     if ladder == "none":
         assert summary["preemptions"] == 0
+
+
+def test_a_live_run_says_what_of_its_trace_it_does_not_use(tmp_path) -> None:
+    import json
+
+    from tests.hardening.command_line import run
+
+    path = tmp_path / "t.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,priority,colour\n0,9,2,1,red\n0,9,2,0,blue\n")
+    done = run("executor", "replay", path, "--model", "tiny", "--prefix-caching", "--json")
+    assert done.code == 0, done.err
+    notes = json.loads(done.out)["notes"]
+    for start in ("Not used: column 'colour'.", "column priority is not used", "prefix caching: nothing in the trace"):
+        assert any(note.startswith(start) for note in notes)
+        assert f"note: {start}" in done.err

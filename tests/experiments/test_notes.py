@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from experiments.running.early_notes import notes_of_sweep
 from experiments.sweeps.axes import parse_sweep
 from tests.hardening.command_line import run
 
-DOUBT = "If its times are in ms, name it timestamp_ms"
+DOUBT = "If its times are in "
 NO_SESSION = "router session_affinity: the trace has no session"
 
 
@@ -110,6 +111,16 @@ def test_sweep_and_capacity_say_the_notes_that_replay_says(tmp_path: Path) -> No
         notes = [line for line in ended.err.splitlines() if line.startswith("note: ")]
         assert [DOUBT in note for note in notes] == [True, False], name
         assert [NO_SESSION in note for note in notes] == [False, True], name
-        # Whoever reads JSON is told nothing beside it.
-        if name == "sweep":
-            assert "note:" not in run(*command, "--json").err
+        if name in ("replay", "sweep"):
+            as_json = json.loads(run(*command, "--json").out)
+            assert as_json["notes"] == [note.removeprefix("note: ") for note in notes]
+
+
+def test_a_sweep_says_which_of_its_policies_do_not_use_priorities(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("arrival_s,prompt_tokens,output_tokens,priority\n0,50,3,1\n1,50,3,0\n")
+    content = {"trace": {"file": str(file)}, "base": {"policy": "vllm_v1"}}
+    plain = notes_of_sweep(parse_sweep({**content, "space": {"scheduling": ["priority"]}}))
+    assert plain == []
+    told = notes_of_sweep(parse_sweep({**content, "space": {"policy": ["slo_aware", "orca", "vllm_v1"]}}))
+    assert [note.split(":")[1].split()[0] for note in told] == ["orca", "vllm_v1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,12 +18,13 @@ import pytest
 
 from experiments.errors import ExperimentError
 from experiments.running.ray_runner import _placed, _renamed
-from experiments.running.task_runners import ThisProcess, WorkerProcesses, make_engine
+from experiments.running.task_runners import ThisProcess, WorkerProcesses
 from experiments.running.tasks import perform, with_inputs
 from experiments.running.workload import load_workload
 from experiments.sweeps.axes import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 from experiments.sweeps.point import replay_config
 from experiments.sweeps.run import run_sweep
+from profiler.errors import ProfileError
 from tests.hardening.command_line import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +114,14 @@ def test_more_points_of_a_random_sweep_go_into_the_same_folder(tmp_path: Path) -
         run_sweep(small(space=space, method="random", points=3), tmp_path)
     with pytest.raises(ExperimentError, match="another sweep"):
         run_sweep(small(space=space, method="random", points=4, seed=1), tmp_path)
+
+
+def test_an_axis_may_be_a_term_of_the_engine() -> None:
+    spec = small(base={**BASE, "terms": {"host_before_us": 5.0}}, space={"term.front_before_us": [0, 500]})
+    terms = [task_of(spec, values)["config"]["terms"] for values in enumerate_points(spec)]
+    assert terms == [{"host_before_us": 5.0, "front_before_us": value} for value in (0, 500)]
+    with pytest.raises(ProfileError, match="unknown term 'speed'"):
+        small(space={"term.speed": [1, 2]})
 
 
 def test_settings_find_their_place_in_the_task() -> None:
@@ -302,12 +312,54 @@ def test_a_file_is_renamed_for_another_node_where_a_task_names_it_and_nowhere_el
     }
 
 
-def test_ray_writes_the_same_table_as_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+ON_RAY = """
+import os, signal, sys
+from pathlib import Path
+from experiments.running.task_runners import make_engine
+from experiments.sweeps.run import run_sweep
+from tests.experiments.test_sweep import small
+
+before = signal.getsignal(signal.SIGTERM)
+engine = make_engine("ray", ray_address="local")
+import ray
+
+# Ray's own handler would end this with exit code 15.
+print(signal.getsignal(signal.SIGTERM) is before, ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.readline()
+run_sweep(small(), Path(sys.argv[1]), engine=engine)
+assert "RAY_AUTH_TOKEN" not in os.environ
+"""
+
+
+def test_ray_writes_the_same_table_as_this_process_and_lets_nobody_else_in(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", ON_RAY, str(tmp_path / "b")],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    handler_stays, place = driver.stdout.readline().split()
+    # Another process of this machine, which knows where the cluster is but has not the token.
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", f"import ray; ray.init(address={place!r}); print('let in')"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     run_sweep(small(), tmp_path / "a")
-    run_sweep(small(), tmp_path / "b", engine=make_engine("ray", ray_address="local"))
+    assert "let in" not in stranger.communicate(timeout=120)[0]
+    assert stranger.returncode != 0
+    driver.communicate("go on\n", timeout=120)
+    assert driver.returncode == 0
+    assert handler_stays == "True"
     assert (tmp_path / "a/sweep.parquet").read_bytes() == (tmp_path / "b/sweep.parquet").read_bytes()
 
 

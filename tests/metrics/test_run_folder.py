@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -109,6 +110,41 @@ def test_what_comes_into_the_folder_while_it_is_replaced_is_not_lost(tmp_path, m
 def _once(first, then):
     calls = iter([first])
     return lambda one, other: next(calls, then)(one, other)
+
+
+def test_an_open_run_that_is_replaced_does_not_mix_with_the_new_one(tmp_path) -> None:
+    place = write_run(tmp_path / "run", small_run(), {"seed": 1})
+    opened = read_run(place)
+    kept = opened.column("requests", "arrival_s")
+    write_run(place, small_run(), {"seed": 2})
+    for ask in (lambda: opened.column("iterations", "end_s"), lambda: opened.rows("tokens"), opened.chunks):
+        with pytest.raises(MetricsError, match="run: found another run there than the one that was opened"):
+            ask()
+    assert opened.config["seed"] == 1
+    assert kept.tolist() == read_run(place).column("requests", "arrival_s").tolist()
+    shutil.rmtree(place)
+    with pytest.raises(MetricsError, match="found another run"):
+        opened.rows("tokens")
+
+
+def _seeds_read(place, tries: int, found) -> None:
+    for _ in range(tries):
+        run = read_run(place)
+        found.put((run.config["seed"], run.summary["seed"]))
+
+
+def test_a_run_that_is_read_while_it_is_replaced_is_one_or_the_other(tmp_path) -> None:
+    place = write_run(tmp_path / "run", small_run(), {"seed": 0}, {"seed": 0})
+    fork = multiprocessing.get_context("fork")
+    found = fork.Queue()
+    reader = fork.Process(target=_seeds_read, args=(place, 60, found))
+    reader.start()
+    for seed in range(1, 40):
+        write_run(place, small_run(), {"seed": seed}, {"seed": seed})
+    reader.join(60)
+    assert reader.exitcode == 0
+    pairs = [found.get(timeout=5) for _ in range(60)]
+    assert all(of_config == of_summary for of_config, of_summary in pairs)
 
 
 def test_a_link_is_followed_and_stays(tmp_path) -> None:

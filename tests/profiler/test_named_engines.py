@@ -9,7 +9,7 @@ from policies.work.batch import BatchShape
 from profiler import load_cost_model, load_hardware, load_model_spec
 from profiler.errors import ProfileError
 from profiler.operators.engine_terms import EngineTerms
-from profiler.operators.named_engines import engine_names, load_engine
+from profiler.operators.named_engines import engine_flags, engine_names, load_engine
 
 DECODES = BatchShape((), 32, 32 * 500, 500, 0, 32, 0)
 PROMPT = BatchShape(((2048, 0),), 0, 0, 0, 0, 1, 0)
@@ -138,3 +138,23 @@ def test_intervals_draw_host_and_sustained_clocks_as_wide_as_the_engine_says():
         draw = cost.perturbed(3)
         assert (draw.host_ns(DECODES) == cost.host_ns(DECODES)) is same
         assert (draw.engine.sustained == cost.engine.sustained) is same
+
+
+def test_flags_are_spelled_as_each_server_spells_them():
+    settings = {"token_budget": 2048, "memory": 0.9, "long_prefill": 0}
+    assert engine_flags("vllm:0.19", settings).startswith("--max-num-batched-tokens 2048 --gpu-memory-utilization 0.9")
+    assert engine_flags("sglang:0.5", settings) == "--chunked-prefill-size 2048 --mem-fraction-static 0.9"
+    assert engine_flags("trtllm", {"token_budget": 1, "max_num_seqs": 2}) == "--max_num_tokens 1 --max_batch_size 2"
+
+
+def test_scales_by_phase_multiply_device_time_and_nothing_else():
+    plain = load_cost_model("llama-3.1-8b", "h100")
+    scaled = load_cost_model("llama-3.1-8b", "h100", terms={"prefill_scale": 2.0, "decode_scale": 1.25})
+    for shape, factor in ((PROMPT, 2.0), (DECODES, 1.25)):
+        assert scaled.stage_ns(shape) == int(plain.stage_ns(shape) * factor + 0.5) == scaled.predict_ns([shape])[0]
+        assert scaled.host_ns(shape) == plain.host_ns(shape)
+        assert sum(scaled.breakdown(shape).values()) == scaled.stage_ns(shape) + sum(scaled.host_ns(shape))
+    assert scaled.repeat_ns(DECODES, 4).tolist() == [int(ns * 1.25 + 0.5) for ns in plain.repeat_ns(DECODES, 4)]
+    assert scaled.perturbed(1).stage_ns(DECODES) == int(plain.perturbed(1).stage_ns(DECODES) * 1.25 + 0.5)
+    roofline = load_cost_model("llama-3.1-8b", "h100", cost_model="roofline", terms={"decode_scale": 1.25})
+    assert not hasattr(roofline, "perturbed")

@@ -144,10 +144,11 @@ def test_a_prefix_that_waits_for_memory_is_not_looked_up_again_in_every_plan() -
     assert growth(make) < MOST
 
 
-def test_prompts_whose_kv_moves() -> None:
+@pytest.mark.parametrize("kv_bandwidth", [1e12, 1e6])
+def test_prompts_whose_kv_moves(kv_bandwidth: float) -> None:
     def make(n: int) -> tuple[Trace, dict[str, Any]]:
         pools = ({"role": "prefill", "replicas": 2}, {"role": "decode", "replicas": 2})
-        return burst(n), {"pools": pools, "num_blocks": 40 * n}
+        return burst(n), {"pools": pools, "kv_bandwidth": kv_bandwidth, "num_blocks": 40 * n}
 
     assert growth(make) < MOST
 

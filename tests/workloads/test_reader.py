@@ -297,3 +297,19 @@ def test_gz_of_several_members_is_one_file(tmp_path: Path) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(b"arrival_s,prompt_tokens,output_tokens\n0,1,1\n") + gzip.compress(b"1,2,2\n"))
     assert len(read_trace(path)) == 2
+
+
+def test_columns_that_nothing_is_taken_from_are_named(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "t.csv", "arrival_s,prompt_tokens,output_tokens,deadline,timestamp", "0,5,5,9,1", "1,5,5,9,2"
+    )
+    assert read_trace(path).notes == ("Not used: columns 'deadline', 'timestamp'.",)
+    rows = [json.dumps({"arrival_s": row, "prompt_tokens": 5, "output_tokens": 5}) for row in range(150)]
+    rows[149] = rows[149].replace("}", ', "priority": 3}')
+    late = read_trace(lines(tmp_path / "t.jsonl", *rows))
+    assert late.priority is None
+    assert late.notes == (
+        "Not used, because no row of the first 100 has it: 'priority'; give the first row a null there.",
+    )
+    rows[0] = rows[0].replace("}", ', "priority": null}')
+    assert read_trace(lines(tmp_path / "t.jsonl", *rows)).priority.tolist() == [0] * 149 + [3]  # type: ignore[union-attr]

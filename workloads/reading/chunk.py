@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,11 +41,15 @@ class Chunk(NamedTuple):
 
 
 class Table(Protocol):
-    """A file of rows. kind: csv, jsonl or parquet. names: of its columns."""
+    """A file of rows. kind: csv, jsonl or parquet. names: of its columns. late_names: of further ones that came up too
+    late to be read."""
 
     kind: str
     path: str
     names: list[str]
+
+    @property
+    def late_names(self) -> Collection[str]: ...
 
     def chunks(self, wanted: Sequence[str]) -> Iterator[Chunk]:
         """All rows, in order, with the wanted columns."""

@@ -27,6 +27,7 @@ class DelimitedTable:
     """The cells of one delimited text file."""
 
     kind = "csv"
+    late_names: tuple[str, ...] = ()
 
     def __init__(self, source: Source) -> None:
         self.path = source.path

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 
 from workloads.cells import shown
 from workloads.reading.chunk import BadRow, Chunk, place
-from workloads.source import Source
+from workloads.source import BLOCK, Source
 from workloads.trace import TraceError
 
-_PROBED_ROWS = 100
+PROBED_ROWS = 100
 _MAX_ARRAY_BYTES = 256 << 20
+_MOST_ROWS, _MOST_LATE = 1 << 14, 100
 _ONE_OBJECT = 'one whole JSON object per line, such as {"arrival_s": 0.5, "prompt_tokens": 374, "output_tokens": 44}'
 
 
@@ -28,22 +30,23 @@ class JsonTable:
         self._array = _parsed_array(source) if source.kind == "json" else None
         names: dict[str, None] = {}
         probed = 0
-        for row, line, parsed, problem in self._objects():
+        for row, line, parsed, problem, _ in self._objects():
             if problem:
                 if not names:
                     raise TraceError(f"{self.path}, {place(row, line)}: {problem}")
                 continue
             names.update(dict.fromkeys(parsed))
             probed += 1
-            if probed == _PROBED_ROWS:
+            if probed == PROBED_ROWS:
                 break
         if not names:
             raise TraceError(f"{self.path}: found no rows, expected {_ONE_OBJECT}")
         self.names = list(names)
+        self.late_names: dict[str, None] = {}
 
     def chunks(self, wanted: Sequence[str]) -> Iterator[Chunk]:
         """The wanted values as Python has them, block by block."""
-        objects = self._objects()
+        objects, known = self._objects(), set(self.names)
         going = True
         while going:
             good: list[Mapping[str, object]] = []
@@ -51,24 +54,29 @@ class JsonTable:
             lines: list[int] = []
             bad = []
             going = False
-            for row, line, parsed, problem in objects:
+            size = 0
+            for row, line, parsed, problem, length in objects:
                 going = True
+                size += length
                 if problem:
                     bad.append(BadRow(len(good), row, line, problem))
                 else:
                     good.append(parsed)
                     rows.append(row)
                     lines.append(line)
-                if len(good) + len(bad) == 1 << 14:
+                if len(good) + len(bad) == _MOST_ROWS or size > BLOCK:
                     break
             cells = {name: [each.get(name) for each in good] for name in wanted}
+            late = {name: None for each in good for name in each if name not in known}
+            self.late_names |= dict(islice(late.items(), _MOST_LATE))
+            known |= self.late_names.keys()
             yield Chunk(np.array(rows, np.int64), np.array(lines, np.int64), cells, bad)
 
-    def _objects(self) -> Iterator[tuple[int, int, Mapping[str, object], str]]:
-        """(row, line, object, "") of every line that holds one, (row, line, {}, what is wrong) of the others."""
+    def _objects(self) -> Iterator[tuple[int, int, Mapping[str, object], str, int]]:
+        """(row, line, object, "", bytes) of every line that holds one, with {} and what is wrong of the others."""
         if self._array is not None:
             for row, parsed in enumerate(self._array, 1):
-                yield (row, 0, *_checked(parsed))
+                yield (row, 0, *_checked(parsed), 0)
             return
         row, line = 0, 0
         for block in self._source.blocks():
@@ -85,9 +93,9 @@ class JsonTable:
                 except (ValueError, RecursionError) as error:
                     where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
                     text = shown(raw[:200].decode("utf-8", "replace"))
-                    yield row, line, {}, f"found {text}, broken or cut off{where}, expected {_ONE_OBJECT}"
+                    yield row, line, {}, f"found {text}, broken or cut off{where}, expected {_ONE_OBJECT}", len(raw)
                     continue
-                yield (row, line, *_checked(parsed))
+                yield (row, line, *_checked(parsed), len(raw))
 
 
 def _checked(parsed: object) -> tuple[Mapping[str, object], str]:

@@ -24,6 +24,7 @@ class ParquetTable:
     """The cells of one Parquet file."""
 
     kind = "parquet"
+    late_names: tuple[str, ...] = ()
 
     def __init__(self, source: Source) -> None:
         import pyarrow as pa

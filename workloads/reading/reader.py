@@ -21,7 +21,7 @@ from workloads.reading.chunk import Table
 from workloads.reading.client_results import TOOLS, client_tool, read_client_run
 from workloads.reading.columns import Columns
 from workloads.reading.delimited import DelimitedTable
-from workloads.reading.json_lines import JsonTable
+from workloads.reading.json_lines import PROBED_ROWS, JsonTable
 from workloads.reading.parquet import ParquetTable
 from workloads.reading.part import Part
 from workloads.source import MAX_BYTES, Source, open_source, refuse_settings
@@ -155,7 +155,15 @@ def _read_file(
         found["arrival"] = replace(found["arrival"], unit=time_unit)
     options = replace(options, path=source.path, kind=kind, sort=options.sort or kind.startswith("vllm"))
     _require(table, found, has_process)
+    unused = fields.unused(table.names, found, kind)
     columns = _columns(table, found, options, part, max_bytes)
+    if unused:
+        columns["notes"] += (f"Not used: column{'s' * (len(unused) > 1)} {_listed(unused)}.",)
+    if table.late_names:
+        columns["notes"] += (
+            f"Not used, because no row of the first {PROBED_ROWS} has it: {_listed(list(table.late_names))}; give the "
+            "first row a null there.",
+        )
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
     columns["provenance"] = {"path": os.fspath(path), "format": kind, "sha256": source.sha256()}
     elapsed_ns = columns.pop("elapsed_ns")

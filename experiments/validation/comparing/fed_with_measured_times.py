@@ -105,7 +105,7 @@ def model_of_run(config: Mapping[str, Any]) -> str:
     """What was asked for when the run began, as a folder, which says more than the short name that was served."""
     live = config.get("live")
     asked = str(live.get("model") or "") if isinstance(live, Mapping) else ""
-    return asked if Path(asked).is_dir() else str(config["model"])
+    return asked if Path(asked).exists() else str(config["model"])
 
 
 def feed(live: RunTables, trace: Trace, model: CostModel, spec: str | None = None) -> Fed:
