@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from executor.serving.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.contract.draft import UNLIMITED
 from policies.scheduling.memory_counts import memory_counts
+from profiler.own_forms import whole_ns
 from workloads.generating.shared_prefixes import with_prefix_hashes
 from workloads.trace import Trace
 
@@ -292,12 +294,7 @@ def _scheduler(
 
 def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
     """Predicted duration of one iteration, host and device."""
-
-    def estimate_ns(shape: BatchShape) -> Ns:
-        before, after = cost.host_ns(shape)
-        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
-
-    return estimate_ns
+    return partial(whole_ns, cost)
 
 
 def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:

@@ -67,6 +67,12 @@ def test_a_replay_meets_its_aims_on_a_run_that_it_never_saw(bench: Bench) -> Non
     assert "perturbed" not in result.costs
 
 
+def test_the_run_of_two_cards_is_met_without_peer_to_peer_and_says_that_it_was_calibrated_on() -> None:
+    bench = make_bench(VLLM_RUNS / "RTXPRO6000/Qwen3-32B", p2p=False)
+    assert "CALIBRATED on RTXPRO6000/Qwen3-32B" in bench.source
+    assert bench.replay().missed == []
+
+
 def test_the_ablation_switches_one_effect_at_a_time(bench: Bench) -> None:
     equal = bench.replay(Variant("equal", {"uneven_contexts": False}))
     assert equal.errors["tpot"]["mean"] < bench.replay().errors["tpot"]["mean"] - 0.02

@@ -24,6 +24,7 @@ from experiments.running.workload import load_workload
 from experiments.sweeps.axes import Axis, SweepSpec, enumerate_points, parse_sweep, read_sweep, task_of
 from experiments.sweeps.point import replay_config
 from experiments.sweeps.run import run_sweep
+from profiler.errors import ProfileError
 from tests.hardening.command_line import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +114,14 @@ def test_more_points_of_a_random_sweep_go_into_the_same_folder(tmp_path: Path) -
         run_sweep(small(space=space, method="random", points=3), tmp_path)
     with pytest.raises(ExperimentError, match="another sweep"):
         run_sweep(small(space=space, method="random", points=4, seed=1), tmp_path)
+
+
+def test_an_axis_may_be_a_term_of_the_engine() -> None:
+    spec = small(base={**BASE, "terms": {"host_before_us": 5.0}}, space={"term.front_before_us": [0, 500]})
+    terms = [task_of(spec, values)["config"]["terms"] for values in enumerate_points(spec)]
+    assert terms == [{"host_before_us": 5.0, "front_before_us": value} for value in (0, 500)]
+    with pytest.raises(ProfileError, match="unknown term 'speed'"):
+        small(space={"term.speed": [1, 2]})
 
 
 def test_settings_find_their_place_in_the_task() -> None:

@@ -1,0 +1,37 @@
+"""Whole engines that others measured: what is predicted, on which side of the split, and how near it comes."""
+
+import pytest
+
+from experiments.vllm.whole_engines import (
+    ABLATION,
+    NO_ENGINE,
+    known_loops,
+    known_rates,
+    median_errors,
+    predict_loop,
+    predict_rate,
+)  # fmt: skip
+
+SMALL = [run for run in known_loops("b") if run.concurrency <= 16 and run.output_tokens == 128]
+
+
+def test_halves_are_apart_and_copies_are_left_out():
+    a, b = (known_loops(half) for half in "ab")
+    assert not {run.id for run in a} & {run.id for run in b}
+    assert (len(a), len(b)) == (42, 48)
+    assert {run.half for run in a} == {"a"}
+    assert not any(run.same_as for run in [*a, *b])
+
+
+def test_small_loops_of_the_half_that_judges_come_within_what_is_claimed():
+    found = [predict_loop(run, ABLATION[0]) for run in SMALL]
+    assert median_errors(found)["e2e"] < 0.04
+    assert median_errors([predict_loop(run, NO_ENGINE) for run in SMALL])["e2e"] > 0.1
+    assert all(row.ttft_band is not None and row.ttft_band[0] < row.ttft_band[1] for row in found)
+
+
+def test_a_rate_below_saturation_is_an_open_loop_and_one_beyond_it_tells_a_rate():
+    slow, *_, fast = known_rates()
+    assert set(predict_rate(slow, ABLATION[0]).predicted) == {"ttft", "tpot", "e2e"}
+    found = predict_rate(fast, ABLATION[0])
+    assert found.error("rate") == pytest.approx(0.0, abs=0.1)
