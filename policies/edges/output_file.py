@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -47,6 +48,18 @@ def followed(path: str | os.PathLike[str]) -> Path:
 def new_mode(mode: int) -> int:
     """The rights that the user's umask leaves to something new; mode: 0o666 for files, 0o777 for folders."""
     return mode & ~_umask()
+
+
+def refuse_strangers(path: Path, error: type[Exception]) -> None:
+    """Raises `error` for a file or folder that somebody else owns or can write to: code is read from it."""
+    if not hasattr(os, "geteuid"):
+        return
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise error(
+            f"{path}: found a link, or something that others own or can write to, expected a place of your own, since "
+            "code is run from it; remove it, or choose another place"
+        )
 
 
 def scratch_prefix(name: str) -> str:
