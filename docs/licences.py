@@ -1,6 +1,7 @@
-"""Writes docs/licences.md and constraints.txt: what the project depends on, under which licence, in which version tested.
+"""Writes docs/licences.md and constraints.txt: what the project depends on, its licences and the versions tested.
 
-`python docs/licences.py`, in an environment in which the tests pass."""
+`python docs/licences.py`, in an environment in which the tests pass.
+"""
 
 from __future__ import annotations
 
