@@ -312,7 +312,7 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
         return trace_prompts(trace, loaded.spec.vocab, config.seed)
     from executor.model.tokenizer import load_tokenizer
 
-    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
+    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source), loaded.spec.vocab)
 
 
 def _finish(
