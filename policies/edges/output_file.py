@@ -154,12 +154,24 @@ def whole_file(path: str | os.PathLike[str], error: type[Exception], *, sync: bo
             with scratch.open("rb") as written:
                 os.fsync(written.fileno())
         os.replace(scratch, target)
-    except OSError as reason:
-        said = reason.strerror or str(reason).splitlines()[0]
+    except Exception as reason:
+        refused = _refusal_of_the_disk(reason)
+        if refused is None or isinstance(reason, error):
+            raise
+        said = refused.strerror or str(refused).partition("\n")[0]
         raise error(f"{shown_path(path)}: cannot be written ({said})") from None
     finally:
         if scratch is not None:
             scratch.unlink(missing_ok=True)
+
+
+def _refusal_of_the_disk(reason: BaseException | None) -> OSError | None:
+    """The OSError behind an exception: libraries that tidy up after one (matplotlib's PDF) may fail at that in turn."""
+    for _ in range(10):
+        if reason is None or isinstance(reason, OSError):
+            return reason
+        reason = reason.__cause__ or reason.__context__
+    return None
 
 
 def write_text(path: str | os.PathLike[str], text: str, error: type[Exception], *, sync: bool = False) -> Path:
