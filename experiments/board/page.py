@@ -58,10 +58,9 @@ def _short(board: Mapping[str, Any]) -> Iterable[str]:
         decided, agreed = (sum(row[key] for row in ranked) for key in ("decided", "agreed"))
         asked = [row["winner_named"] for row in ranked if row["winner_named"] is not None]
         noted = "; read the note there" if any(row["note"] for row in ranked) else ""
-        yield (
-            f"Ranking of policies served live: {agreed} of {decided} decided pairs in the live order; the live "
-            f"repeats\nsingle out a winner in {len(asked)} of {len(ranked)} questions, and it is named in {sum(asked)}{noted}.\n"
-        )
+        yield f"Ranking of policies served live: {agreed} of {decided} decided pairs in the live order."
+        known = f"{len(asked)} of {len(ranked)} questions"
+        yield f"The live repeats single out a winner in {known}, and it is named in {sum(asked)}{noted}.\n"
     steps, matched = (sum(row[key] for row in board["parity"]) for key in ("steps", "matched"))
     yield f"Scheduler: {matched:,} of {steps:,} steps of real vLLM logs planned alike.\n"
 
