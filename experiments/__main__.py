@@ -19,6 +19,7 @@ COMMAND_MODULES = (
     "experiments.coverage.command",  # coverage
     "experiments.board.command",  # board
     "experiments.validation.command",  # validate
+    "experiments.validation.pools",  # live-pools
     "experiments.calibration.command",  # calibrate
     "experiments.papers.command",  # list, run, claims
     "experiments.sweeps.command",  # sweep

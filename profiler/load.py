@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from profiler.operators.engine_terms import EngineTerms
     from profiler.operators.fitting.device_fit import DeviceFit
     from profiler.operators.named_engines import NamedEngine
+
+PROTOCOL = (
+    *("kind", "calibrated", "name", "stages", "tile", "host_ns", "stage_ns", "send_ns", "repeat_ns", "predict_ns"),
+    *("breakdown", "inside", "provenance"),
+)
+"""What a cost model has to have (`profiler.cost_model.CostModel`)."""
 
 
 def load_cost_model(
@@ -40,7 +47,9 @@ def load_cost_model(
     model: a name, a Hugging Face folder or config.json, a TOML file, or a ModelSpec. gpu: a name, a TOML file, or
     Hardware. cost_model: "roofline" (specifications alone), the path of a fitted model, or "auto": the fitted model
     that ships for this GPU where there is one, the roofline otherwise; `kind`, `name` and `provenance()` of the
-    result say which it became. dtype "auto": the checkpoint's own (16 bits where it is float32). tp, pp, layer_split:
+    result say which it became. `path/to/file.py:ClassName`: a class of one's own that keeps the protocol `CostModel`;
+    it is called with those of model (ModelSpec), gpu (Hardware), dtype, kv_dtype, tp, pp and layer_split that it
+    names. dtype "auto": the checkpoint's own (16 bits where it is float32). tp, pp, layer_split:
     devices a stage, stages, layers of each stage. engine: as it is served (`operators.named_engines`), whose terms are
     added to the kernels' times; terms: fields of `EngineTerms` that differ from its own. A roofline knows the host's
     alone, and costs that were measured as whole iterations hold all of them already. options: whatever else the chosen
@@ -50,11 +59,13 @@ def load_cost_model(
     """
     spec = model if isinstance(model, ModelSpec) else load_model_spec(model)
     hardware = gpu if isinstance(gpu, Hardware) else load_hardware(gpu)
-    spec.refuse_mixed_windows()
-    spec.refuse_quantised(
-        "no cost model here knows the times of such GEMMs",
-        "pass the config of the unquantised model (with --dtype fp8 or int8 for 8-bit weights), or costs of your own",
-    )
+    if not is_own_class(cost_model):
+        spec.refuse_mixed_windows()
+        spec.refuse_quantised(
+            "no cost model here knows the times of such GEMMs",
+            "pass the config of the unquantised model (with --dtype fp8 or int8 for 8-bit weights), or "
+            "--cost-model FILE.py:Class with costs of your own",
+        )
     if dtype == "auto":
         dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
     chosen: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
@@ -69,10 +80,51 @@ def load_cost_model(
         return _named(cost, added, hardware, tp)
     if str(cost_model) == "roofline":
         return _named(_roofline(spec, hardware, chosen, added), added, hardware, tp)
+    if is_own_class(cost_model):
+        return _own(str(cost_model), spec, hardware, chosen)
     path = Path(cost_model)
     if not path.exists():
-        raise ProfileError(f"cost model {str(cost_model)!r}: no such file; expected auto, roofline or a fitted model")
+        raise ProfileError(
+            f"cost model {str(cost_model)!r}: no such file; expected auto, roofline, a fitted model, or "
+            "path/to/file.py:ClassName"
+        )
     return _named(_fitted(path, spec, hardware, chosen, added), added, hardware, tp)
+
+
+def is_own_class(cost_model: str | Path) -> bool:
+    """Whether this names a class in a file."""
+    path, colon, _ = str(cost_model).rpartition(":")
+    return bool(colon) and path.endswith(".py")
+
+
+def _own(name: str, spec: ModelSpec, hardware: Hardware, engine: dict[str, Any]) -> CostModel:
+    """A user's own class, made anew each time; what it lacks of the protocol is named."""
+    from policies.registry import class_from_file
+
+    path, _, cls = name.rpartition(":")
+    found = class_from_file("cost model", Path(path), cls)
+    given = {"model": spec, "gpu": hardware, **engine}
+    try:
+        parameters = signature(found).parameters.values()
+    except (TypeError, ValueError):
+        raise ProfileError(f"cost model {name}: found {type(found).__name__}, expected a class") from None
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    unknown = [
+        one.name for one in parameters if one.name in names and one.default is one.empty and one.name not in given
+    ]
+    if unknown:
+        raise ProfileError(f"cost model {name}: found the parameter {unknown[0]}, expected some of {', '.join(given)}")
+    cost: CostModel = found(**{key: value for key, value in given.items() if takes_all or key in names})
+    missing = [member for member in PROTOCOL if not hasattr(cost, member)]
+    if missing:
+        raise ProfileError(
+            f"cost model {name}: found no {', '.join(missing)}, expected all of the protocol "
+            "profiler.cost_model.CostModel"
+        )
+    if cost.stages != engine["pp"]:
+        raise ProfileError(f"cost model {name}: found stages {cost.stages!r}, expected {engine['pp']}, as --pp says")
+    return cost
 
 
 def _named(cost: CostModel, added: _Terms, hardware: Hardware, tp: int) -> CostModel:

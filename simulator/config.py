@@ -67,7 +67,7 @@ class ReplayConfig:
     model: str = setting("llama-3.1-8b", "Model name, Hugging Face folder, config.json or TOML file.", group=ENGINE)
     gpu: str = setting("h100", "GPU name, or a TOML file that describes one.", group=ENGINE)
     cost_model: str = setting(
-        "auto", "auto (a fitted one if it ships for this GPU), roofline, or a model file.", group=ENGINE
+        "auto", "auto (a fitted one if it ships for this GPU), roofline, a model file, or FILE.py:Class.", group=ENGINE
     )
     engine: str = setting(
         "none",

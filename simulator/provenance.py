@@ -5,24 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from metrics.run_folder.folder import versions_of
 from policies import knobs_of
 from policies.contract.draft import UNLIMITED
 from policies.edges.input_digests import digests_of
 from profiler import load_hardware, load_model_spec
+from profiler.evidence import Evidence, evidence_of
+from profiler.specs.shape_columns import ShapeColumns
 from simulator.replica.attention_ffn_apart import make_apart
 from workloads import Trace
 
 if TYPE_CHECKING:
+    from metrics import RunTables
     from simulator.cluster.pools import ClusterPlan
     from simulator.replica.replica_kind import Engine
 
 PACKAGES = ("charioteer", "simpy", "numpy", "pandas", "pyarrow", "scikit-learn")
 
 
-def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> dict[str, Any]:
+MOST_WEIGHED = 20_000
+"""Iterations that a run's evidence is told from: evenly spaced ones of a longer run."""
+
+
+def run_config(
+    trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any], tables: RunTables | None = None
+) -> dict[str, Any]:
     """config.json of a simulated run. `replay` holds the fields that `--config` reads back.
 
+    tables: its iterations tell what share of the time comes from measured operators; None: there are none yet.
     cluster: what became of it (`Cluster.facts`). Where pools differ, a fact of theirs is given only in `pools`; names
     are joined.
     """
@@ -38,6 +50,7 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "model": str(config.model),
         **facts,
         "router": config.router if plan.config.pools or config.replicas > 1 else None,
+        "cost_evidence": cost_evidence(plan, cluster, tables).as_dict() if tables is not None else None,
         "pools": rows,
         "cluster": dict(cluster),
         "memory": dict(cluster.get("memory") or {}),
@@ -48,6 +61,23 @@ def run_config(trace: Trace, plan: ClusterPlan, cluster: Mapping[str, Any]) -> d
         "versions": versions_of(PACKAGES),
         **work,
     }
+
+
+def cost_evidence(plan: ClusterPlan, cluster: Mapping[str, Any], tables: RunTables) -> Evidence:
+    """What the predicted time of a run rests on, iteration by iteration."""
+    iterations = tables.iterations
+    every = -(-iterations.num_rows // MOST_WEIGHED)
+    if every > 1:
+        iterations = iterations.take(np.arange(0, iterations.num_rows, every))
+    replica = iterations.column("replica").to_numpy()
+    pool_of = {life["replica"]: life["pool"] for life in cluster.get("lives") or ()}
+    pools = np.array([pool_of.get(number, 0) for number in range(int(replica.max(initial=0)) + 1)])[replica]
+    weighed = []
+    for number, pool in enumerate(plan.pools):
+        own = np.flatnonzero(pools == number)
+        if len(own):
+            weighed.append((pool.engine.cost, ShapeColumns.of_iterations(iterations.take(own)), np.ones(len(own))))
+    return evidence_of(weighed or [(pool.engine.cost, [], []) for pool in plan.pools])
 
 
 def _engine_facts(engine: Engine) -> dict[str, Any]:

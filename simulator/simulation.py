@@ -199,7 +199,7 @@ def _finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunT
     from metrics.measures.slo import parse_objectives
     from simulator.provenance import run_config
 
-    tables.config = run_config(trace, plan, facts)
+    tables.config = run_config(trace, plan, facts, tables)
     config = plan.config
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, notes_of_run(config, trace))

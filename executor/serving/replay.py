@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from executor.kv_memory.block_names import TextNames
 from executor.kv_memory.compressed_pool import CompressedKVCache
 from executor.machine.device_timing import annotate
 from executor.machine.threads import set_threads
-from executor.model.loading import Loaded, load_model
+from executor.model.loading import Loaded, load_model, pick_device
 from executor.model.sampler import Sampling
 from executor.serving.conversation import Conversations, keeps_history
 from executor.serving.device_memory import choose_allocator
@@ -35,6 +36,7 @@ from executor.serving.warm_up import measure_costs, warm_up
 from policies import BatchShape, Ns, Policy, Scheduler, Track, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.contract.draft import UNLIMITED
 from policies.scheduling.memory_counts import memory_counts
+from profiler.own_forms import whole_ns
 from workloads.generating.shared_prefixes import with_prefix_hashes
 from workloads.trace import Trace
 
@@ -209,6 +211,7 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
 
         return load_sharded(config, longest)
     choose_allocator(config.allocator)
+    config = _reading_packed(config)
     loaded = load_model(
         config.model,
         device=config.device,
@@ -228,6 +231,15 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
     if config.nvtx:
         annotate(loaded.model)
     return loaded
+
+
+def _reading_packed(config: LiveConfig) -> LiveConfig:
+    """With compression, `auto` means what reads a compressed pool: one flag is enough."""
+    if config.kv_compression is None:
+        return config
+    on_cuda = pick_device(config.device).type == "cuda"
+    attention = ("packed" if on_cuda else "reading") if config.attention == "auto" else config.attention
+    return replace(config, attention=attention, kernels="torch" if config.kernels == "auto" else config.kernels)
 
 
 def _take_two_streams(loaded: Loaded) -> None:
@@ -292,12 +304,7 @@ def _scheduler(
 
 def _estimator(cost: CostModel) -> Callable[[BatchShape], Ns]:
     """Predicted duration of one iteration, host and device."""
-
-    def estimate_ns(shape: BatchShape) -> Ns:
-        before, after = cost.host_ns(shape)
-        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
-
-    return estimate_ns
+    return partial(whole_ns, cost)
 
 
 def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
@@ -305,7 +312,7 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
         return trace_prompts(trace, loaded.spec.vocab, config.seed)
     from executor.model.tokenizer import load_tokenizer
 
-    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
+    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source), loaded.spec.vocab)
 
 
 def _finish(

@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.capacity.search import Objective, judge, mean_rate
 from experiments.running.workload import load_workload
+from metrics.measures.summary_keys import BASIS
 
 MOST_REPLICAS = 1024
 
@@ -41,7 +42,7 @@ def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
             "duration_s": run.summary["duration_s"],
             "devices": run.config["peaks"]["devices"],
             "cost_model": run.config["cost_model"],
-            "calibrated": run.config["calibrated"],
+            **{key: run.summary[key] for key in BASIS},
         }
         return probe.holds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,8 +161,7 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
         f"Intervals are 95 % (Student's t over draws), brackets of {study.tolerance:.1%} added.",
     ]
     for setting in study.settings:
-        trust = "calibrated" if setting.calibrated else "uncalibrated: specifications alone"
-        notes.append(f"{setting.label}: {setting.error or f'costs {setting.cost_model} ({trust})'}.")
+        notes.append(f"{setting.label}: {setting.error or f'costs {setting.cost_model} ({setting.cost_basis})'}.")
     notes += [
         f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}."
         for row in priced
@@ -194,11 +192,10 @@ def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any], held: str) -> None:
-    from rich.console import Console
-
     from experiments.capacity.search import SPAN_OVER_BOUND
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -227,9 +224,9 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
                 f"{setting.label}: {setting.rejected_share:.1%} of the requests are too long for it: they arrive, but "
                 "count neither as served nor in tokens, GPU-seconds or money"
             )
-    for name in dict.fromkeys(setting.cost_model for setting in study.settings if setting.cost_model):
-        calibrated = next(setting.calibrated for setting in study.settings if setting.cost_model == name)
-        say(f"costs: {name} ({'calibrated' if calibrated else 'uncalibrated'})")
+    costs = [f"{one.cost_model} ({one.cost_basis})" for one in study.settings if one.cost_model]
+    for name in dict.fromkeys(costs):
+        say(f"costs: {name}")
     for row in priced:
         say(f"{row['setting']}: {row['per_million_output_tokens']} per million output tokens; {row['price']}")
 
@@ -396,7 +393,7 @@ def _spoken_size(row: dict[str, Any]) -> str:
         text += f", with {needed - 1}: {below['tightest']} " + ("misses" if worst == math.inf else f"at {worst:.0%}")
     if at["rejected"]:
         text += f"; {at['rejected']} of {_count(at['measured'], 'request')} are too long for it and not served"
-    return text + f" (costs: {at['cost_model']}{'' if at['calibrated'] else ', uncalibrated'})"
+    return text + f" (costs: {at['cost_model']}, {at['cost_basis']})"
 
 
 def _count(number: int, what: str) -> str:

@@ -182,13 +182,21 @@ def measure(trace: Trace, rate: float, config: Any, objective: Objective, cost: 
 
     What is measured are the requests of the steady part: after the first 20 % and before the last 10 % to arrive.
     """
+    return _measured(trace, rate, config, objective, cost)[0]
+
+
+def _measured(
+    trace: Trace, rate: float, config: Any, objective: Objective, cost: CostModel | None
+) -> tuple[Probe, dict[str, Any]]:
+    """`measure`, and what the costs of the run rest on."""
+    from metrics.measures.summary_keys import BASIS
     from simulator import replay
 
     run = replay(trace.scaled(rate / mean_rate(trace)), config, cost=cost)
     rank = run.tables.column("requests", "request")
     count = len(trace)
     steady = (rank >= count * WARMUP_SHARE) & (rank < count * (1 - TAIL_SHARE))
-    return judge(run.tables, objective, steady, rate)
+    return judge(run.tables, objective, steady, rate), {key: run.summary[key] for key in BASIS}
 
 
 def judge(tables: RunTables, objective: Objective, wanted: Any, rate: float) -> Probe:
@@ -278,8 +286,14 @@ def search_draw(task: Mapping[str, Any], config: Any, cost: CostModel | None = N
     trace = draw_of(task["draws"], task["draw"])
     objective = Objective(**task["objective"])
     guess = task.get("guess") or 0.8 * saturated_rate(trace, config, cost)
+    bases: dict[float, dict[str, Any]] = {}
+
+    def probe(rate: float) -> Probe:
+        found, bases[rate] = _measured(trace, rate, config, objective, cost)
+        return found
+
     bracket = find_rate(
-        lambda rate: measure(trace, rate, config, objective, cost),
+        probe,
         guess,
         tolerance=task["tolerance"],
         least=guess / 1000,
@@ -298,6 +312,7 @@ def search_draw(task: Mapping[str, Any], config: Any, cost: CostModel | None = N
         "rejected": served.rejected,
         "probes": [asdict(probe) for probe in bracket.probes],
         **_engine_facts(trace, config, cost),
+        **bases[served.rate],
     }
 
 
@@ -315,4 +330,4 @@ def _engine_facts(trace: Trace, config: Any, cost: CostModel | None) -> dict[str
 
     plan = make_cluster_plan(config, trace, cost)
     cost = plan.engine.cost
-    return {"devices": plan.devices, "cost_model": cost.name, "calibrated": cost.calibrated}
+    return {"devices": plan.devices, "cost_model": cost.name}

@@ -14,6 +14,7 @@ from experiments.capacity.search import Objective
 from experiments.errors import ExperimentError
 from experiments.running.task_runners import Engine, ThisProcess
 from experiments.sweeps.axes import SweepSpec, Values, enumerate_points, task_of
+from metrics.measures.summary_keys import BASIS
 
 CONFIDENCE = 0.95
 
@@ -38,11 +39,16 @@ class SettingCapacity:
     served_requests_per_s: float
     output_tokens_per_s: float
     cost_model: str
-    calibrated: bool
+    basis: Mapping[str, Any]
     measured: int
     rejected_share: float = 0.0
     draws: tuple[Mapping[str, Any], ...] = field(repr=False, default=())
     error: str = ""
+
+    @property
+    def cost_basis(self) -> str:
+        """What the costs rest on, in words (of the first draw, at the rate found)."""
+        return str(self.basis.get("cost_basis"))
 
     @property
     def rate(self) -> float:
@@ -108,7 +114,7 @@ class CapacityStudy:
                     "gpu_seconds_per_request": setting.gpu_seconds_per_request,
                     "gpu_seconds_per_million_output_tokens": setting.gpu_seconds_per_million_output_tokens,
                     "cost_model": setting.cost_model,
-                    "calibrated": setting.calibrated,
+                    **{key: setting.basis.get(key) for key in ("calibrated", "measured_share", "cost_basis")},
                     "measured_per_probe": setting.measured,
                     "rejected_share": setting.rejected_share,
                     "rates": list(setting.rates),
@@ -225,7 +231,7 @@ def _setting(label: str, values: Values, results: list[Mapping[str, Any]]) -> Se
 
     failed = next((result["error"] for result in results if result["status"] == "failed"), "")
     if failed:
-        return SettingCapacity(label, values, (), math.nan, "", 0, 0.0, 0.0, "", False, 0, error=failed)
+        return SettingCapacity(label, values, (), math.nan, "", 0, 0.0, 0.0, "", {}, 0, error=failed)
     draws = [result["result"] for result in results]
     rates = tuple(float(draw["rate"]) for draw in draws)
     bracket = fmean((draw["high"] - draw["low"]) / 2 for draw in draws)
@@ -240,7 +246,7 @@ def _setting(label: str, values: Values, results: list[Mapping[str, Any]]) -> Se
         fmean(draw["served_requests_per_s"] for draw in draws),
         fmean(draw["output_tokens_per_s"] for draw in draws),
         draws[0]["cost_model"],
-        draws[0]["calibrated"],
+        {key: draws[0][key] for key in BASIS},
         draws[0]["measured"],
         fmean(draw["rejected"] / draw["measured"] for draw in draws),
         tuple(draws),

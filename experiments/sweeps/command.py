@@ -89,9 +89,9 @@ def sweep(
         print(json.dumps({**counts, "notes": notes, "rows": rows}, indent=2))
         _refuse_success(rows, failed)
         return
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
     console.print(_table(folder))
     tell = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for costs, count in _costs(rows).most_common(5):
@@ -119,11 +119,7 @@ def _refuse_success(rows: Sequence[object], failed: Sequence[Mapping[str, Any]])
 
 def _costs(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """Where the costs of points come from, and how many of them each."""
-    return Counter(
-        f"{row['cost_model']} ({'calibrated' if row.get('calibrated') else 'uncalibrated: specifications alone'})"
-        for row in rows
-        if row.get("cost_model")
-    )
+    return Counter(f"{row['cost_model']} ({row.get('cost_basis')})" for row in rows if row.get("cost_model"))
 
 
 def _write_report(path: Path, folder: SweepFolder, file: Path, said: Sequence[str]) -> None:

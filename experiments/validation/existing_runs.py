@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from experiments.validation.comparing.live_side import PolicyChoice
 from experiments.validation.comparing.statistics import Comparison, Iterations, compare
 from experiments.validation.other_engines import OtherRun, read_other_run
 from experiments.validation.pages.report import statistics_table
+from metrics.measures.summary_keys import BASIS
 
 if TYPE_CHECKING:
     from metrics import RunTables
@@ -51,11 +52,12 @@ UNKNOWN = {
 
 @dataclass
 class AgainstResult:
-    """What was compared: one policy, one workload; agreements only where the reference has batches."""
+    """What was compared: one policy, one workload; agreements only where the reference has batches. basis: what the
+    predicted run's costs rest on (`metrics.measures.summary_keys.BASIS`)."""
 
     name: str
     cost_name: str
-    calibrated: bool
+    basis: Mapping[str, Any]
     comparisons: list[Comparison]
     agreements: dict[str, Agreement]
     fed: dict[str, Fed | str]
@@ -203,7 +205,7 @@ def _against_ours(
     return AgainstResult(
         f"{first['policy']}, {trace.name}",
         cost.name,
-        cost.calibrated,
+        _basis(simulated),
         comparisons,
         agreements,
         fed,
@@ -228,7 +230,7 @@ def _against_other(
     return AgainstResult(
         f"{config.policy}, {other.trace.name}",
         cost.name,
-        cost.calibrated,
+        _basis(simulated),
         comparisons,
         {},
         {},
@@ -299,6 +301,10 @@ def _compare(
     return rows, predicted.tables
 
 
+def _basis(simulated: RunTables) -> dict[str, Any]:
+    return {key: simulated.summary.get(key) for key in BASIS}
+
+
 def write_against(result: AgainstResult, out: Path) -> list[Path]:
     """report.md and report.html in a folder."""
     return write_document(out, "report", against_blocks(result))
@@ -324,7 +330,7 @@ def against_short(result: AgainstResult) -> list[str]:
             "durations: "
             f"{exact} of {len(result.fed)} runs exact."
         )
-    lines.append(f"Costs: {result.cost_name}{'' if result.calibrated else ' (uncalibrated: specifications alone)'}.")
+    lines.append(f"Costs: {result.cost_name} ({result.basis['cost_basis']}).")
     return lines
 
 

@@ -7,7 +7,7 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,6 +137,24 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         written.append(target)
         figure.set_layout_engine("none")  # laid out once is enough; it takes as long as drawing
     return written
+
+
+FOOTNOTE_POINTS = 5.0
+
+
+def costs_said(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the costs of these runs rest on, as their configs know it."""
+    told = [(config.get("cost_model"), config.get("cost_evidence")) for config in configs]
+    return [f"Costs: {name} ({found.get('words')})." for name, found in told if isinstance(found, Mapping)]
+
+
+def footnote(figure: Figure, said: Sequence[str]) -> Figure:
+    """The figure with these lines below it."""
+    if said:
+        letters = letters_in(float(figure.get_figwidth()), FOOTNOTE_POINTS)
+        text = "\n".join(shown_name(line, letters) for line in dict.fromkeys(said))
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=FOOTNOTE_POINTS, color=SOFT_INK)
+    return figure
 
 
 def shown_name(name: str, letters: int = 0) -> str:

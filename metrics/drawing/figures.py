@@ -20,6 +20,8 @@ from metrics.drawing.figure_style import (
     SINGLE_COLUMN_IN,
     SOFT_INK,
     LineStyle,
+    costs_said,
+    footnote,
     house_style,
     legend_above,
     letters_in,
@@ -70,9 +72,10 @@ def draw_all(runs: Runs, folder: str | Path) -> list[Path]:
         "batch_composition": batch_composition,
     }
     written: list[Path] = []
+    said = costs_said(run.config for run in runs.values())
     with house_style():
         for name, draw in figures.items():
-            written += save(draw(runs), target, name)
+            written += save(footnote(draw(runs), said), target, name)
     pipelines = {label: run for label, run in runs.items() if run.column("stages", "stage").any()}
     if pipelines:
         from metrics.drawing.pipeline_figures import draw_pipeline

@@ -16,6 +16,8 @@ from metrics.drawing.figure_style import (
     DOUBLE_COLUMN_IN,
     LEGEND_POINTS,
     SINGLE_COLUMN_IN,
+    costs_said,
+    footnote,
     house_style,
     letters_in,
     new_figure,
@@ -75,11 +77,12 @@ def draw_pipeline(
     except OSError as error:
         raise MetricsError(f"{target}: cannot make the folder for figures: {error.strerror}") from error
     found = bubbles or {label: find_bubbles(run) for label, run in runs.items()}
+    said = costs_said(run.config for run in runs.values())
     with house_style():
         return [
-            *save(gantt(runs, found, window=window), target, "pipeline_gantt"),
-            *save(bubble_shares(found), target, "bubble_shares"),
-            *save(request_bubble_cdf(runs, found), target, "request_bubble_cdf"),
+            *save(footnote(gantt(runs, found, window=window), said), target, "pipeline_gantt"),
+            *save(footnote(bubble_shares(found), said), target, "bubble_shares"),
+            *save(footnote(request_bubble_cdf(runs, found), said), target, "request_bubble_cdf"),
         ]
 
 

@@ -60,7 +60,8 @@ def comparison(runs: Mapping[str, RunTables]) -> str:
         lines.append(f'<tr><th scope="row">{escape(label)}{star}</th>{"".join(cells)}</tr>')
     caption = f"All requests, latencies of those that finished.{_about_best(setting)}"
     if any(summary.get("calibrated") is False for summary in summaries.values()):
-        caption += " * uncalibrated: costs rest on specifications alone."
+        words = [str(one.get("cost_basis")) for one in summaries.values() if one.get("calibrated") is False]
+        caption += f" * {escape(' | '.join(dict.fromkeys(one.partition(';')[0] for one in words)))}."
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table>'
         f"<caption><span>{caption}</span></caption>"

@@ -29,14 +29,7 @@ def _sentences(runs: Mapping[str, RunTables]) -> list[str]:
         if run.config.get("cost_model") and run.config.get("world") != "live"
     ):
         own = next(run for run in runs.values() if str(run.config.get("cost_model")) == name)
-        if own.config.get("calibrated"):
-            inside = own.summary.get("inside_share")
-            share = (
-                f"; {inside:.1%} of the iterations lie in the region that was measured" if inside is not None else ""
-            )
-            lines.append(f"Costs come from {name}, fitted to measurements{share}.")
-        else:
-            lines.append(f"Costs come from {name}: specifications alone, nothing of it was measured (uncalibrated).")
+        lines.append(f"Costs come from {name}: {own.summary.get('cost_basis')}.")
     for label, run in runs.items():
         summary = run.summary
         if run.config.get("world") == "live":

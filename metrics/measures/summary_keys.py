@@ -29,13 +29,19 @@ def _families() -> dict[str, str]:
     }
 
 
+BASIS = ("calibrated", "measured_share", "cost_basis")
+"""Keys that say what the costs of a run rest on."""
+
 SUMMARY_KEYS: dict[str, str] = {
     "world": "simulated or live",
     "policy": "scheduling policy",
     "model": "model",
     "gpu": "device",
     "cost_model": "where the costs came from (simulated runs)",
-    "calibrated": "false: costs rest on specifications alone, nothing was measured",
+    "calibrated": "true: 90 % of the predicted time or more comes from measured operators",
+    "measured_share": "share of the predicted time from measured operators: the batch lies inside a cell of the "
+    "operator's measured grid (null for a live run)",
+    "cost_basis": "the same in words, with the operators that were extrapolated or assumed",
     "requests": "requests of the trace; always finished + rejected + failed + aborted",
     "finished": "requests that got all their tokens",
     "rejected": "requests that could never run, each with its reason in requests.parquet",

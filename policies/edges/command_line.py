@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from policies.edges.errors import PolicyError
-from policies.edges.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
+from policies.edges.user_code import PACKAGES, TRACEBACKS, foreign_package, place_in_user_code, raised_in_ours
 
 EXTRAS = {
     "torch": "executor",
@@ -72,6 +72,15 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str, program: 
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = 0
     try:
+        if (foreign := foreign_package()) is not None:
+            name, file = foreign
+            sys.exit(
+                _say(
+                    f"{file} stands in front of Charioteer's own {name} on Python's import path; rename it, start "
+                    "elsewhere, or use the command `charioteer`, which keeps the current folder out",
+                    BAD_INPUT,
+                )
+            )
         with _terminated_like_interrupted():
             build()(prog_name=program or f"python -m {package}")
     except SystemExit as leaving:
@@ -100,8 +109,7 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str, program: 
             BAD_INPUT,
         )
     except Exception as error:
-        ours = isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in PACKAGES
-        code = _refusal(error) if ours else _fault(error)
+        code = _refusal(error) if is_refusal(error) else _fault(error)
     sys.exit(_flushed(code))
 
 
@@ -182,23 +190,35 @@ def one_line(error: BaseException) -> str:
     return text if len(text) <= 1000 else text[:997] + "..."
 
 
-def _refusal(error: Exception) -> int:
-    """A message for the user, with the line of his own code that asked for what was refused."""
-    if os.environ.get(TRACEBACKS):
-        traceback.print_exception(error)
+def failure_line(error: Exception) -> str:
+    """One line for an error that the user can mend: a refusal, or a fault in code of his own. Any other is a bug of
+    ours, and is raised again."""
     place = place_in_user_code(error)
-    return _say(one_line(error) + (f" ({place})" if place else ""), BAD_INPUT)
-
-
-def _fault(error: Exception) -> int:
-    """A fault in a user's policy or router as one line; any other is ours, and is raised again."""
-    place = place_in_user_code(error)
+    if is_refusal(error):
+        return one_line(error) + (f" ({place})" if place else "")
     if place is None or os.environ.get(TRACEBACKS):
         raise error
     what = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
     if ours := raised_in_ours(error):
         what += f"; raised in {ours}, Charioteer's own code: its fault, unless it was called with a wrong argument"
-    return _say(f"{place}: {what} ({TRACEBACKS}=1 shows the whole traceback)", FAULT_OF_USER_CODE)
+    return f"{place}: {what} ({TRACEBACKS}=1 shows the whole traceback)"
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether this is one of our own messages for the user."""
+    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in PACKAGES
+
+
+def _refusal(error: Exception) -> int:
+    """A message for the user, with the line of his own code that asked for what was refused."""
+    if os.environ.get(TRACEBACKS):
+        traceback.print_exception(error)
+    return _say(failure_line(error), BAD_INPUT)
+
+
+def _fault(error: Exception) -> int:
+    """A fault in a user's policy, router or cost model as one line."""
+    return _say(failure_line(error), FAULT_OF_USER_CODE)
 
 
 def _os_error(error: OSError) -> str:

@@ -190,6 +190,7 @@ def predict(
 
     from policies.work.batch import BatchShape
     from profiler.errors import ProfileError
+    from profiler.evidence import evidence_of, parts_rest_on
     from profiler.load import load_cost_model
     from profiler.operators.engine_terms import parse_terms
     from profiler.specs.hardware import load_hardware
@@ -210,22 +211,27 @@ def predict(
     total = decodes * context
     shape = BatchShape(chunks, decodes, total, context if decodes else 0, dummy_tokens, len(chunks) + decodes)
     parts = cost.breakdown(shape)
+    evidence, rests_on = evidence_of([(cost, [shape], [1])]), parts_rest_on(cost, shape)
     if json:
         return _print_json(
             {
                 "cost_model": cost.name,
-                "calibrated": cost.calibrated,
+                **evidence.as_dict(),
                 "inside": cost.inside(shape),
                 "shape": shape._asdict(),
                 "stages_ns": [cost.stage_ns(shape, stage) for stage in range(cost.stages)],
                 "parts_ns": dict(parts),
+                "parts_rest_on": rests_on,
                 "total_ns": sum(parts.values()),
             }
         )
-    typer.echo(f"{cost.name}{'' if cost.calibrated else ' (uncalibrated)'}")
+    typer.echo(f"{cost.name} ({evidence.words})")
     whole = sum(parts.values())
-    rows = [(name, f"{ns / 1e6:.3f}", f"{ns / whole:.1%}") for name, ns in [*parts.items(), ("total", whole)]]
-    _print_table(("part", "ms", "share"), rows, left=1)
+    rows = [
+        (name, rests_on.get(name, ""), f"{ns / 1e6:.3f}", f"{ns / whole:.1%}")
+        for name, ns in [*parts.items(), ("total", whole)]
+    ]
+    _print_table(("part", "rests on", "ms", "share"), rows, left=2)
 
 
 def published(

@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiler.errors import ProfileError
+from profiler.evidence import BY_LAW, BY_LINK, BY_OTHER_WIDTH, BY_ROOFLINE
 from profiler.operators.attention_tables import AttentionTables
-from profiler.operators.composed_engine import Engine, Region
+from profiler.operators.composed_engine import Engine, Operator, Region
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel
 from profiler.operators.fitting.device_fit import DeviceFit
 from profiler.operators.fitting.error_factors import half_widths
+from profiler.operators.laws.row_curves import RowCurve
 from profiler.operators.physical_floor import AttentionFloor, GemmFloor
 from profiler.roofline.constants import RooflineConstants
 from profiler.specs.dtypes import canonical_dtype
@@ -30,7 +32,6 @@ from profiler.specs.layer_split import check_split, split_layers
 from profiler.specs.model_spec import ModelSpec
 
 Array = NDArray[np.float64]
-Curve = Callable[[Array], Array]
 
 ELEMENT_BYTES = 2
 """All profiles are of 16-bit activations."""
@@ -94,6 +95,7 @@ def compose(
         half_widths={**half_widths(fit.errors, region.composed, frozenset(fit.spreads)), **(term_widths or {})},
         spreads=fit.spreads,
         gemms={gemm.name: (gemm.n, gemm.k) for gemm in (*spec.gemms(tp), spec.head_gemm(tp))},
+        operators=parts.operators,
         provenance=parts.provenance(),
     )
     return FittedModel(engine)
@@ -107,10 +109,11 @@ class _Parts:
         self.composed: list[str] = []
         self.unmeasured: list[str] = []
         self.reach: list[float] = []
+        self.operators: dict[str, Operator] = {}
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
-    def gemm(self, name: str, n: int, k: int) -> Curve:
+    def gemm(self, name: str, n: int, k: int) -> Operator:
         curve, measured = self.fit.gemm(name, n, k)
         if not measured:
             self.composed.append(f"{name} {n}x{k}")
@@ -118,9 +121,14 @@ class _Parts:
                 self.unmeasured.append(f"{name} {n}x{k}")
         if name != "head":
             self.reach.append(float(curve.rows[-1]))
-        return lambda rows: self.fit.gemm_us(curve, rows)
+        corners = [curve] if measured else self.fit.gemms_around(n, k)
+        return Operator(
+            lambda rows: self.fit.gemm_us(curve, rows),
+            lambda rows: bool(corners) & np.all([_within(one, rows) for one in corners or [curve]], axis=0),
+            BY_LAW,
+        )
 
-    def elementwise(self, name: str, width: int, moved: float) -> Curve:
+    def elementwise(self, name: str, width: int, moved: float) -> Operator:
         """A norm, activation or rotary embedding: its own curve, another width's by bytes, or one pass over memory."""
         curve = self.fit.nearest(name, width)
         constants = RooflineConstants()
@@ -131,31 +139,40 @@ class _Parts:
 
         if curve is None:
             self.composed.append(name)
-            return one_pass
+            return Operator(one_pass, otherwise=BY_ROOFLINE)
+        own = any(one.operator == name and one.n == width for one in self.fit.curves)
         if not self.terms.compiled:
-            return curve.smooth_us
-        return lambda rows: np.minimum(curve.smooth_us(rows), one_pass(rows))
+            return Operator(curve.smooth_us, lambda rows: own & _within(curve, rows), BY_LAW if own else BY_OTHER_WIDTH)
+        return Operator(
+            lambda rows: np.minimum(curve.smooth_us(rows), one_pass(rows)),
+            lambda rows: own & _within(curve, rows) & (curve.smooth_us(rows) <= one_pass(rows)),
+            BY_ROOFLINE,
+        )
 
-    def all_reduce(self) -> Curve:
+    def all_reduce(self) -> Operator:
         """Of one hidden state a row: measured, or bytes over the link where no measurement exists of such a node."""
         width = self.spec.hidden * ELEMENT_BYTES
         for collective in self.fit.collectives:
             if collective.participants == self.tp and self.hardware.p2p and not self.hardware.own_link:
-                return lambda rows: collective.curve.smooth_us(rows * width)
+                return _over(collective.curve, width)
         self.composed.append("all_reduce")
         self.unmeasured.append("all_reduce")
         return self._over_link(2.0 * (self.tp - 1) / self.tp * width)
 
-    def _over_link(self, moved: float) -> Curve:
+    def _over_link(self, moved: float) -> Operator:
         """`moved` bytes a row over the device's own link, after the latency of a collective on it."""
         before_ns, bytes_per_ns = RooflineConstants().collective(self.hardware)
-        return lambda rows: before_ns * 1e-3 + rows * (moved / bytes_per_ns * 1e-3)
+        return Operator(lambda rows: before_ns * 1e-3 + rows * (moved / bytes_per_ns * 1e-3), otherwise=BY_LINK)
+
+    def _group(self, parts: dict[str, Operator]) -> Callable[[Array], Mapping[str, Array]]:
+        self.operators |= parts
+        return lambda rows: {name: operator(rows) for name, operator in parts.items()}
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def layer_rows(self) -> Callable[[Array], Mapping[str, Array]]:
         spec, tp = self.spec, self.tp
-        parts: dict[str, Curve] = {gemm.name: self.gemm(gemm.name, gemm.n, gemm.k) for gemm in spec.gemms(tp)}
+        parts = {gemm.name: self.gemm(gemm.name, gemm.n, gemm.k) for gemm in spec.gemms(tp)}
         norm = self.elementwise("norm", spec.hidden, 4 * spec.hidden)
         inner = spec.intermediate // tp * (2 if spec.gated else 1)
         q, kv = spec.q_size // tp, spec.kv_heads_per_device(tp) * spec.head_dim
@@ -166,37 +183,34 @@ class _Parts:
             own = self.fit.nearest("qk_norm", q + kv) is not None
             parts["qk_norm"] = self.elementwise("qk_norm" if own else "norm", q + kv, 2 * (q + kv))
         if tp > 1:
-            reduce = self.all_reduce()
-            parts["all_reduce"] = lambda rows: 2.0 * reduce(rows)
-        parts["norm"] = lambda rows: spec.norms_per_layer * norm(rows)
+            parts["all_reduce"] = self.all_reduce().times(2.0)
+        parts["norm"] = norm.times(spec.norms_per_layer)
         self.kernels = kernels = len(spec.gemms(tp)) + spec.norms_per_layer + 3 + (2 if tp > 1 else 0)
         if self.terms.kernel_gap_us:
             gap = kernels * self.terms.kernel_gap_us
-            parts["kernel_gaps"] = lambda rows: np.full(len(rows), gap)
-        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+            parts["kernel_gaps"] = Operator(lambda rows: np.full(len(rows), gap))
+        return self._group(parts)
 
     def first_rows(self) -> Callable[[Array], Mapping[str, Array]]:
         """The embedding; each of tp devices looks up its part of the vocabulary, and an all-reduce adds them."""
         parts = {"embedding": self.elementwise("embedding", self.spec.hidden, 2 * self.spec.hidden)}
         if self.tp > 1:
             parts["all_reduce"] = self.all_reduce()
-        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+        return self._group(parts)
 
     def last_rows(self) -> Callable[[Array], Mapping[str, Array]]:
-        norm = self.elementwise("final_norm", self.spec.hidden, 4 * self.spec.hidden)
-        return lambda rows: {"final_norm": norm(rows)}
+        return self._group({"final_norm": self.elementwise("final_norm", self.spec.hidden, 4 * self.spec.hidden)})
 
     def sampled(self) -> Callable[[Array], Mapping[str, Array]]:
         spec, tp = self.spec, self.tp
         gemm = spec.head_gemm(tp)
-        head = self.gemm("head", gemm.n, gemm.k)
-        parts: dict[str, Curve] = {"head": head}
+        parts = {"head": self.gemm("head", gemm.n, gemm.k)}
         if self.terms.sampler:
             passes = RooflineConstants().sampler_bytes / ELEMENT_BYTES
             parts["sampler"] = self.elementwise("sampler", spec.vocab, passes * spec.vocab)
         if tp > 1:
             parts["gather_logits"] = self._over_link((tp - 1) / tp * spec.vocab * ELEMENT_BYTES)
-        return lambda rows: {name: curve(rows) for name, curve in parts.items()}
+        return self._group(parts)
 
     def attention(self) -> Any:
         heads, kv = self.spec.heads // self.tp, self.spec.kv_heads_per_device(self.tp)
@@ -240,6 +254,15 @@ class _Parts:
             "held_out_errors": {key: dict(value) for key, value in self.fit.errors.items()},
             "profiled": (self.spec.name, self.tp) in self.fit.profiled,
         }
+
+
+def _over(curve: RowCurve, width: int) -> Operator:
+    """A collective by rows of `width` bytes."""
+    return Operator(lambda rows: curve.smooth_us(rows * width), lambda rows: _within(curve, rows * width), BY_LAW)
+
+
+def _within(curve: RowCurve, rows: Array) -> NDArray[np.bool_]:
+    return np.asarray((rows >= curve.rows[0]) & (rows <= curve.rows[-1]))
 
 
 def _send(hardware: Hardware, spec: ModelSpec, pipeline_link: str) -> tuple[float, float]:

@@ -5,18 +5,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from profiler.evidence import ASSUMED
 from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
 from profiler.operators.physical_floor import GemmFloor
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One kernel by rows. us: microseconds of many row counts. measured: where these come from a measurement.
+    otherwise: what they rest on elsewhere (`profiler.evidence`)."""
+
+    us: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+    measured: Callable[[NDArray[np.float64]], Any] = lambda rows: False
+    otherwise: str = ASSUMED
+
+    def __call__(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self.us(rows)
+
+    def times(self, count: float) -> Operator:
+        """So many of them."""
+        return replace(self, us=lambda rows: count * self.us(rows))
 
 
 @dataclass(frozen=True)
@@ -48,8 +66,8 @@ class Engine:
     half_widths: of 90 % intervals by operator, one factor for all shapes
     (`profiler.operators.fitting.error_factors`); spreads: errors that
     differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer, none
-    of which beats the floor; kernels: launches a layer; tp: devices a stage; sustained: least microseconds a row of a
-    linear layer, where the card's clocks fall.
+    of which beats the floor; operators: what each of the row operators rests on; kernels: launches a layer; tp:
+    devices a stage; sustained: least microseconds a row of a linear layer, where the card's clocks fall.
     """
 
     name: str
@@ -70,4 +88,5 @@ class Engine:
     half_widths: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     gemms: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    operators: Mapping[str, Operator] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

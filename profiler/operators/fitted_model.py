@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
+from profiler.evidence import ASSUMED, BY_LAW, BY_LINK, BY_OTHER_LAYOUT, Part
 from profiler.operators.attention_lookup import AttentionLookup
 from profiler.operators.composed_engine import Engine, RowTerms
 from profiler.operators.drawn_errors import DrawnAttention, ErrorField
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.fitting.error_sizes import Spread
+from profiler.operators.laws.measured_grid import MeasuredGrid
 from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns
 
@@ -300,6 +302,73 @@ class FittedModel:
                 parts[name] = parts.get(name, 0) + ns
         parts["host_after"] = after
         return {name: ns for name, ns in parts.items() if ns}
+
+    def evidence(self, shapes: object) -> list[Part]:
+        """What each operator takes of many batches, and whether it was measured there (`profiler.evidence`)."""
+        columns, engine = ShapeColumns.of(shapes), self.engine
+        attention, _ = self._attention_of(columns)
+        counts, back = np.unique(columns.rows, return_inverse=True)
+        sampled, of_sampled = np.unique(columns.sampled, return_inverse=True)
+        run = engine.terms.padded(counts).astype(np.float64)
+        parts: dict[str, Part] = {}
+
+        def add(name: str, ns: Column, measured: Any, otherwise: str) -> None:
+            parts[name] = parts[name]._replace(ns=parts[name].ns + ns) if name in parts else Part(
+                name, ns, measured, otherwise
+            )  # fmt: skip
+
+        def add_rows(terms: Mapping[str, Column], rows: NDArray[np.float64], place: Column) -> None:
+            for name, ns in terms.items():
+                operator = engine.operators.get(name)
+                # What nothing explains was told by a live run.
+                measured = np.broadcast_to(operator.measured(rows) if operator else True, rows.shape)
+                add(name, ns.take(place), measured.take(place), operator.otherwise if operator else ASSUMED)
+
+        in_grid = self._attention_measured(columns)
+        own = not any(name.startswith("attention") for name in engine.region.unmeasured)
+        for stage, layers in enumerate(engine.layer_split):
+            add_rows(self._row_terms(stage, counts), run, back)
+            ns = (attention * layers + 0.5).astype(np.int64)
+            add("attention", ns, own & in_grid, BY_LAW if own else BY_OTHER_LAYOUT)
+            if self._launch_ns[stage]:
+                ns += self._rows[stage].each(columns.rows)
+                ns += self._sampled.each(columns.sampled) if stage == self.stages - 1 else 0
+                waits = np.where(columns.rows > self._graph_rows, np.maximum(self._launch_ns[stage] - ns, 0), 0)
+                add("waiting_for_launches", waits, False, ASSUMED)
+        add_rows(self._sampled_terms(sampled), sampled.astype(float), of_sampled)
+        if self.stages > 1:
+            fixed, per_row = engine.send
+            send = (fixed + columns.rows * per_row + 0.5).astype(np.int64) * (self.stages - 1)
+            add("send", send, False, BY_LINK)
+        sequences, of_sequences = np.unique(np.diff(columns.chunk_offsets) + columns.decodes, return_inverse=True)
+        before = np.array([self._host_before_ns(count) for count in sequences.tolist()], np.int64).take(of_sequences)
+        after = np.array([self._host_after_ns(count) for count in sampled.tolist()], np.int64).take(of_sampled)
+        told = "host" in str(engine.provenance.get("device_fit", {}).get("calibration", ""))
+        add("host", before + after, told, ASSUMED)
+        return list(parts.values())
+
+    def _attention_measured(self, columns: ShapeColumns) -> NDArray[np.bool_]:
+        """Whether each batch lies in a cell of the grid of its kind; batches of several chunks were not measured."""
+        grids: Mapping[str, MeasuredGrid] = getattr(self._attention.source, "grids", {})
+        window, inside = self._attention.window, np.zeros(len(columns), bool)
+        chunks, decodes = np.diff(columns.chunk_offsets), columns.decodes
+        mean = columns.decode_context_total / np.maximum(decodes, 1)
+        mean = np.minimum(mean, window) if window else mean
+        prefix = np.minimum(columns.chunk_prefix, window) if window else columns.chunk_prefix
+        for kind, some in (
+            ("decode", (chunks == 0) & (decodes > 0)),
+            ("prefill", (chunks == 1) & (decodes == 0)),
+            ("mixed", (chunks == 1) & (decodes > 0)),
+        ):
+            at = np.flatnonzero(some)
+            if not len(at) or kind not in grids:
+                continue
+            first = columns.chunk_offsets.take(at)
+            of_chunk = () if kind == "decode" else (columns.chunk_tokens.take(first), prefix.take(first))
+            of_decodes = () if kind == "prefill" else (decodes.take(at), mean.take(at))
+            inside[at] = grids[kind].holds(*of_chunk, *of_decodes)
+        inside[(chunks == 0) & (decodes == 0)] = True
+        return inside
 
     def _attention_ns(self, shape: BatchShape) -> float:
         chunks, decodes, total, largest, *_ = shape

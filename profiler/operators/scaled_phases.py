@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.cost_model import CostModel
+from profiler.evidence import Part, parts_of
 from profiler.specs.shape_columns import ShapeColumns
 
 
@@ -69,6 +70,15 @@ class ScaledPhases:
         parts = dict(self.cost.breakdown(shape))
         more = sum(self.stage_ns(shape, stage) - self.cost.stage_ns(shape, stage) for stage in range(self.stages))
         return {**parts, "calibrated_scale": more} if more else parts
+
+    def evidence(self, shapes: object) -> list[Part]:
+        """The operators' times scaled by phase; what each rests on is as without scales (`profiler.evidence`)."""
+        columns = ShapeColumns.of(shapes)
+        scale = np.where(columns.has_chunks, self.prefill, self.decode)
+        return [
+            part if part.name in ("host", "send") else part._replace(ns=(part.ns * scale + 0.5).astype(np.int64))
+            for part in parts_of(self.cost, columns)
+        ]
 
     def inside(self, shape: BatchShape) -> bool:
         """As without scales."""

@@ -87,6 +87,21 @@ class ShapeColumns:
             *(table_column(name) for name in BatchShape._fields[1:]),
         )
 
+    def shapes(self) -> list[BatchShape]:
+        """The batches one by one."""
+        pairs = list(zip(self.chunk_tokens.tolist(), self.chunk_prefix.tolist(), strict=True))
+        ends = self.chunk_offsets.tolist()
+        numbers = zip(
+            self.decodes.tolist(),
+            self.decode_context_total.tolist(),
+            self.decode_context_max.tolist(),
+            self.dummy_tokens.tolist(),
+            self.sampled.tolist(),
+            self.executed_rows.tolist(),
+            strict=True,
+        )
+        return [BatchShape(tuple(pairs[ends[at] : ends[at + 1]]), *rest) for at, rest in enumerate(numbers)]
+
     def part(self, start: int, stop: int) -> ShapeColumns:
         """Batches `start` to `stop` as views."""
         offsets = self.chunk_offsets[start : stop + 1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import ceil
+from math import ceil, inf
 
 from policies import Ns
 from simulator.clock.virtual_time import ARRIVAL, Moment, Nanoseconds
@@ -38,7 +38,8 @@ class Transfer:
 @dataclass(slots=True, eq=False)
 class Lane:
     """All transfers between two ports. bandwidths: of the ports, bytes per ns. sent: bytes of each transfer up to
-    counted_ns, for one that was there from the beginning. ends_ns: when the next one ends. by_mark: a heap."""
+    counted_ns, for one that was there from the beginning. ends_ns: when the next one ends, -1 where that has to be
+    worked out. by_mark: a heap."""
 
     ports: tuple[Port, Port]
     bandwidths: tuple[float, float]
@@ -104,6 +105,7 @@ class Fabric:
             for port in ports:
                 self._at_port.setdefault(port, {})[lane] = None
         lane.count(self.env.now)
+        lane.ends_ns = -1
         transfer = Transfer(self._begun, lane, lane.sent + size, done)
         self._begun += 1
         lane.size += 1
@@ -117,17 +119,16 @@ class Fabric:
         if transfer.under_way:
             transfer.under_way = False
             transfer.lane.size -= 1
+            transfer.lane.ends_ns = -1
             self._share([transfer.lane])
 
     def _share(self, changed: Iterable[Lane]) -> None:
         """Set the rates of some lanes, and of all that share a port with them, and wait for the first to end."""
-        now = self.env.now
         lanes = self._connected(changed)
         left: dict[Port, float] = {}
         users: dict[Port, dict[Lane, None]] = {}
         transfers: dict[Port, int] = {}
         for lane in lanes:
-            lane.count(now)
             if not lane.size:
                 self._close(lane)
                 continue
@@ -137,8 +138,11 @@ class Fabric:
                 transfers[port] = transfers.get(port, 0) + lane.size
         while users:
             # Ports are looked at in the order in which they came into use: ties never depend on hashing.
-            tightest = min(users, key=lambda port: left[port] / transfers[port])
-            rate = left[tightest] / transfers[tightest]
+            tightest, rate = next(iter(users)), inf
+            for port in users:
+                share = left[port] / transfers[port]
+                if share < rate:
+                    tightest, rate = port, share
             for lane in users.pop(tightest):
                 self._set_rate(lane, rate)
                 other = lane.ports[1] if lane.ports[0] == tightest else lane.ports[0]
@@ -165,6 +169,9 @@ class Fabric:
         return following
 
     def _set_rate(self, lane: Lane, rate: float) -> None:
+        if rate == lane.rate and lane.ends_ns >= 0:
+            return
+        lane.count(self.env.now)
         lane.rate = rate
         ends_ns = lane.counted_ns + ceil(max(0.0, lane.first().mark - lane.sent) / rate)
         if ends_ns != lane.ends_ns:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace as with_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from policies.edges.command_line import knob_flags, tell_notes
+from policies.edges.command_line import failure_line, knob_flags, tell_notes
 from policies.edges.distinct_names import distinct_names, folder_names
 from policies.edges.input_digests import changed_inputs, digests_of
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
@@ -81,7 +82,7 @@ def replay_command(
         print_intervals(workload, settings, runs, as_json, _tell_notes(workload, [settings]))
         return
     window = _timeline_window(timeline, follow)
-    done = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
+    done, _ = _replay_all(trace, [settings], reading, out, quiet=as_json, one_folder=True)
     if window is not None and out is not None:
         from metrics.drawing.perfetto import empty_window, write_timeline
 
@@ -122,9 +123,12 @@ def compare_command(
         _compare_draws(trace, by_label, reading, seeds, as_json)
         return
     can_report(report)
-    runs = _replay_all(trace, list(_one_each(settings, names)), reading, out, quiet=as_json, one_folder=False)
+    each = list(_one_each(settings, names))
+    runs, failures = _replay_all(trace, each, reading, out, quiet=as_json, one_folder=False)
     write_html(report, runs)
-    print_runs(runs, out, figures, as_json)
+    print_runs(runs, out, figures, as_json, failures)
+    if failures:
+        raise typer.Exit(1)
 
 
 @app.command("advise", context_settings=_KNOBS)
@@ -186,6 +190,10 @@ def check_command(
     from workloads import read_trace
 
     known = ReplayConfig(model=model, gpu=gpu)
+    if trace is not None and str(trace).startswith("--"):
+        # An unknown flag, a knob, stands where the trace may stand.
+        ctx.args.insert(0, str(trace))
+        trace = None
     knobs = knob_flags(ctx.args)
     config = with_fields(known, router_knobs=knobs) if is_router(name) else with_fields(known, knobs=knobs)
     checks = check_user_code(
@@ -278,7 +286,8 @@ def _replay_all(
     *,
     quiet: bool,
     one_folder: bool,
-) -> dict[str, Run]:
+) -> tuple[dict[str, Run], dict[str, str]]:
+    """Runs by policy, and a line for each that failed; with nothing but failures, the first of them is raised."""
     from metrics.run_folder.folder import check_run_place, replaced
     from simulator.simulation import make_cluster_plan, replay
 
@@ -289,24 +298,41 @@ def _replay_all(
             check_run_place(place)
     inputs = digests_of([{**config.as_dict(), **reading.recorded(path)} for config in settings])
     trace = reading.read(path, settings[0].seed, limit=settings[0].limit)
-    for config in settings:
-        # Every mistake in any of the configs shows before the first run has cost time.
-        make_cluster_plan(config, trace)
-    _tell_notes(trace, settings)
+    errors: dict[str, Exception] = {}
+    for config, label in zip(settings, labels, strict=True):
+        # A mistake that all configs share shows before the first run has cost time.
+        with _failing_alone(errors, label, len(settings)):
+            make_cluster_plan(config, trace)
+    _tell_notes(trace, [config for config, label in zip(settings, labels, strict=True) if label not in errors])
     runs: dict[str, Run] = {}
     with Progress(quiet) as start:
-        for config, label, place in zip(settings, labels, places):
-            run = replay(trace, config, progress=start(label, len(trace)))
-            run.config["replay"] = {**run.config["replay"], **reading.recorded(path)}
-            if changed := changed_inputs(inputs, digests_of(run.config["replay"])):
-                raise SimulationError(f"found inputs that changed while the run was made: {', '.join(changed)}")
-            run.config["inputs"] = digests_of(run.config["replay"])
-            if place is not None:
-                if not quiet and (note := replaced(place, run.config)):
-                    print(f"note: {note}", file=sys.stderr)
-                run.write(place)
-            runs[label] = run
-    return runs
+        for config, label, place in zip(settings, labels, places, strict=True):
+            if label in errors:
+                continue
+            with _failing_alone(errors, label, len(settings)):
+                run = replay(trace, config, progress=start(label, len(trace)))
+                run.config["replay"] = {**run.config["replay"], **reading.recorded(path)}
+                if changed := changed_inputs(inputs, digests_of(run.config["replay"])):
+                    raise SimulationError(f"found inputs that changed while the run was made: {', '.join(changed)}")
+                run.config["inputs"] = digests_of(run.config["replay"])
+                if place is not None:
+                    if not quiet and (note := replaced(place, run.config)):
+                        print(f"note: {note}", file=sys.stderr)
+                    run.write(place)
+                runs[label] = run
+    return runs, {policy: failure_line(error) for policy, error in errors.items()}
+
+
+@contextmanager
+def _failing_alone(errors: dict[str, Exception], policy: str, policies: int) -> Iterator[None]:
+    """Inside: one policy of several, whose failure is kept while others can still go on. A bug of ours ends all."""
+    try:
+        yield
+    except Exception as error:
+        failure_line(error)
+        if len(errors) + 1 >= policies:
+            raise next(iter(errors.values()), error) from None
+        errors[policy] = error
 
 
 def _tell_notes(trace: Trace, settings: Iterable[ReplayConfig]) -> list[str]:

@@ -27,28 +27,30 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
         print(json.dumps(rows, indent=2))
         return
     from rich.padding import Padding
+    from rich.text import Text
 
     console = wide_console()
     for row in rows:
-        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(Text.assemble((str(row[kind]), "bold"), "  ", (str(row["paper"]), "dim")))
         console.print(Padding(row["rule"], (0, 0, 0, 2), expand=False), highlight=False)
         for knob, facts in row["knobs"].items():
             flag = prefix + knob.replace("_", "-")
             # An empty text is a default too.
             default = facts["default"] if facts["default"] != "" else '""'
-            line = f"{flag} [cyan]{default}[/cyan]  {facts['help']}"
+            line = Text.assemble(f"{flag} ", (str(default), "cyan"), f"  {facts['help']}")
             console.print(Padding(line, (0, 0, 0, 4), expand=False), highlight=False)
 
 
 def print_intervals(trace: Trace, settings: ReplayConfig, runs: int, as_json: bool, notes: Sequence[str] = ()) -> None:
     """What `replay --runs` found: a value and its interval of every statistic that differs between draws."""
+    from metrics.measures.summary_keys import BASIS
     from simulator.studies.prediction_intervals import predict
 
     summary, intervals = predict(trace, settings, runs)
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        costs = {key: summary[key] for key in ("cost_model", "calibrated")}
+        costs = {key: summary[key] for key in ("cost_model", *BASIS)}
         found_of = {key: found._asdict() for key, found in intervals.items()}
         print(json.dumps(json_ready({**costs, **found_of, "notes": list(notes)}), indent=2))
         return
@@ -84,13 +86,15 @@ def say_costs(console: Any, summaries: Sequence[Mapping[str, Any]]) -> None:
 
 def print_advice(advice: Advice, out: Path | None) -> None:
     """The settings that were tried, the one to use and why, and the flags that make vLLM do the same."""
+    from rich.text import Text
+
     from metrics.drawing.text_tables import comparison_table
     from profiler.operators.named_engines import NONE, engine_flags, load_engine
 
     console = wide_console()
     tried = {candidate.label: candidate.summary for candidate in advice.tried}
     console.print(comparison_table(tried, max_width=console.width))
-    console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
+    console.print(Text.assemble("use ", (advice.best.label, "bold"), f" (objective {advice.slo})"))
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
     summaries = list(tried.values())
@@ -133,8 +137,14 @@ def write_html(path: Path | None, runs: dict[str, Run]) -> None:
     write_report(path, {name: run.tables for name, run in runs.items()}, question=question)
 
 
-def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool) -> None:
-    """Runs side by side, where their costs come from, who did not finish, and each SLO class; figures into OUT."""
+def print_runs(
+    runs: dict[str, Run], out: Path | None, figures: bool, as_json: bool, failures: Mapping[str, str] | None = None
+) -> None:
+    """Runs side by side, where their costs come from, who did not finish, and each SLO class; figures into OUT.
+
+    failures: one line for each policy that has no run, said last.
+    """
+    failures = failures or {}
     drawn: list[Path] = []
     if figures:
         if out is None:
@@ -147,9 +157,13 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
     if as_json:
         from metrics.run_folder.folder import json_ready
 
-        told = {name: {**run.summary, "notes": run.notes} for name, run in runs.items()}
-        only = next(iter(told.values())) if len(told) == 1 else told
-        print(json.dumps(json_ready(only), indent=2))
+        told: dict[str, Any] = {
+            name: run.summary | {"cost_evidence": run.config["cost_evidence"], "notes": run.notes}
+            for name, run in runs.items()
+        }
+        told |= {name: {"error": line} for name, line in failures.items()}
+        print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
+        say_failures(failures)
         return
     from metrics.drawing.text_tables import comparison_table
     from simulator.studies.in_words import advice_in_words
@@ -179,15 +193,23 @@ def print_runs(runs: dict[str, Run], out: Path | None, figures: bool, as_json: b
         say(f"open next: {first} (how long users wait for a first token, policy by policy)")
     if words := advice_in_words(summaries):
         say(f"\n{words} More: python -m simulator advise TRACE.")
+    say_failures(failures)
+
+
+def say_failures(failures: Mapping[str, str]) -> None:
+    """Policies that have no run, and why, on stderr."""
+    sys.stdout.flush()
+    for policy, line in failures.items():
+        print(f"error: {policy} failed and is left out: {line}", file=sys.stderr)
 
 
 def trust(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """How far the costs of these runs can be trusted, and for how much of the least covered one."""
-    if not all(summary["calibrated"] for summary in summaries):
-        return "uncalibrated"
-    shares = [summary["inside_share"] for summary in summaries]
-    inside = min([share for share in shares if share == share], default=1.0)  # a run of no iteration has no share
-    return "calibrated" if inside > 0.999 else f"calibrated; {inside:.1%} of the iterations in the measured region"
+    """What the costs of these runs rest on; of runs that differ in it, the least measured."""
+    words = {str(summary["cost_basis"]): summary["measured_share"] for summary in summaries}
+    if len(words) == 1:
+        return next(iter(words))
+    least = min(words, key=lambda one: 1.0 if words[one] is None or words[one] != words[one] else words[one])
+    return f"the least measured of {len(summaries)} runs: {least}"
 
 
 def _class_summaries(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -230,9 +252,9 @@ def wide_console() -> Any:
     """As wide as the terminal; 160 characters into a pipe, as the tables assume."""
     import shutil
 
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
-    return Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 40)).columns)
+    return terminal(shutil.get_terminal_size((160, 40)).columns)
 
 
 class Progress:
@@ -245,15 +267,16 @@ class Progress:
     def __enter__(self) -> Any:
         if self.quiet:
             return lambda name, total: None
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from metrics.drawing.text_tables import terminal
+
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=terminal(None, stderr=True),
         )
         self.bar.start()
         return self._start

@@ -18,7 +18,7 @@ from policies import Batch, BatchShape, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from simulator.clock.virtual_time import FAR, WAKE, Moment, Nanoseconds, VirtualTime
 from simulator.replica.fast_costs import refuse
-from simulator.replica.leap_ends import LEAST_LEAP, Leap, Terms, ends_until
+from simulator.replica.leap_ends import LEAST_LEAP, Leap, ends_until
 from simulator.replica.plain import PlainReplica
 from simulator.replica.promise_checks import PromiseChecks, is_own
 
@@ -47,7 +47,6 @@ class LeapingReplica(PlainReplica):
         leaps: bool = True,
     ) -> None:
         super().__init__(env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends)
-        self._repeat_terms: Terms | None = getattr(cost, "repeat_terms", None)
         # Promises of others' policies are held against plans, now and then.
         self._checks = None if is_own(scheduler.policy) else PromiseChecks(scheduler, number)
         self.leaps = leaps and scheduler.depth == 1
@@ -138,7 +137,7 @@ class LeapingReplica(PlainReplica):
             quiet = self.scheduler.quiet_steps(batch)
             if quiet >= LEAST_LEAP:
                 shape = batch.shape
-                self._launch_leap(batch, quiet, *self.cost.host_ns(shape), self._inside(shape))
+                self._launch_leap(batch, quiet, *self._host_ns(shape), self._inside(shape))
                 return
         super()._launch(batch)
 
@@ -148,10 +147,10 @@ class LeapingReplica(PlainReplica):
         # Alone with the arrivals, whatever comes next concerns this replica: no use in looking beyond.
         alone = ahead is not None and ahead.sharers == 1 and ahead.next_ns() < ahead.limit
         horizon = ahead.next_ns() if ahead is not None and alone else FAR
-        device = self.cost.stage_ns(shape)
+        device = self._stage_ns(shape)
         if device <= 0:
             refuse(self.cost, shape, device)
-        ends = ends_until(self.cost, self._repeat_terms, shape, quiet + 1, now, before + after, device, horizon)
+        ends = ends_until(self._costs, shape, quiet + 1, now, before + after, device, horizon)
         leap = Leap(batch, now, ends, before, after, inside)
         if ahead is not None and (alone or ends[-1] < ahead.next_ns()):
             self._cross_to_flight(leap, len(ends) - 1)

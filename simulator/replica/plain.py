@@ -20,7 +20,7 @@ from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from profiler.iterations.aftermath import merged
 from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
-from simulator.replica.fast_costs import refuse
+from simulator.replica.fast_costs import FastCosts, StageTimes, refuse
 
 if TYPE_CHECKING:
     from profiler.cost_model import CostModel
@@ -60,12 +60,13 @@ class PlainReplica:
         self._tracks, self._depth = scheduler.tracks, scheduler.depth
         self.cost = cost
         self.recorder = recorder
-        self._inside: Callable[[BatchShape], bool] = cost.inside
-        self._host_ns: Callable[[BatchShape], tuple[Ns, Ns]] = cost.host_ns
-        self._stages_ns: Callable[[BatchShape], list[tuple[Ns, Ns]]] = getattr(cost, "stages_ns", self._plain_stages_ns)
+        fast = self._costs = FastCosts(cost)
+        self._inside: Callable[[BatchShape], bool] = fast.inside
+        self._host_ns: Callable[[BatchShape], tuple[Ns, Ns]] = fast.host_ns
+        self._stage_ns: Callable[[BatchShape], Ns] = fast.stage_ns
+        self._stages_ns: StageTimes = fast.stages_ns
         self._num_stages = cost.stages
-        leaves = getattr(cost, "aftermath", None)
-        self._leaves: Callable[[BatchShape], list[Ns]] | None = leaves if cost.stages == 1 else None
+        self._leaves: Callable[[BatchShape], list[Ns]] | None = fast.leaves
         # Extra device time of the iterations to come, the next one last.
         self._owed: list[Ns] = []
         self.on_end = on_end
@@ -75,7 +76,6 @@ class PlainReplica:
         # The event at which the oldest flight completes.
         self._completion: Moment | None = None
         self._free_ns = [0] * cost.stages
-        self._twins = twin_stages(cost)
         self._last_end_ns = 0
         self._host_free_ns = 0
         self._wake: Moment | None = None
@@ -248,7 +248,7 @@ class PlainReplica:
         self._host_free_ns = ready = ready + before
         stages: list[Ns] = []
         if self._num_stages == 1:
-            device = self.cost.stage_ns(shape)
+            device = self._stage_ns(shape)
             if device <= 0:
                 refuse(self.cost, shape, device)
             if self._leaves is not None:
@@ -289,13 +289,6 @@ class PlainReplica:
         if self._leaves is not None:
             self._owed = merged(self._owed, self._leaves(batch.shape))
         return 0
-
-    def _plain_stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
-        cost = self.cost
-        times: list[tuple[Ns, Ns]] = []
-        for stage, twin in enumerate(self._twins):
-            times.append((cost.stage_ns(shape, stage), cost.send_ns(shape, stage)) if twin == stage else times[twin])
-        return times
 
     def _through_stages(self, shape: BatchShape, ready_ns: Ns, stages: list[Ns]) -> tuple[Ns, Ns]:
         """Append the start, end and send of every stage to `stages`; returns the last end, and the time in all stages.
@@ -431,16 +424,3 @@ class PlainReplica:
         for part in self.scheduler.queues.parts:
             if not isinstance(part, Track):
                 self.recorder.cohort_times(self.number, part.number, part.times)
-
-
-def twin_stages(cost: CostModel) -> list[int]:
-    """For each stage, the first one that costs the same: stages between first and last with as many layers.
-
-    Only a cost model that says how its layers are split is taken at its word.
-    """
-    split = getattr(cost, "layer_split", None) or range(cost.stages)
-    middle = range(1, cost.stages - 1)
-    return [
-        next((twin for twin in middle if split[twin] == layers), stage) if stage in middle else stage
-        for stage, layers in enumerate(split)
-    ]

@@ -12,9 +12,11 @@ from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
+from profiler.load import is_own_class
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.named_engines import NONE, NamedEngine, load_engine
+from profiler.own_forms import own_form, whole_ns
 from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.memory_plan import plan_memory
 from simulator.config import ReplayConfig
@@ -97,7 +99,7 @@ class Engine:
 
         Raises SimulationError for a cost model that does not know its error (the roofline: nothing was measured).
         """
-        perturbed = getattr(self.cost, "perturbed", None)
+        perturbed = own_form(self.cost, "perturbed", "host_ns", "stage_ns", "send_ns")
         if perturbed is None:
             raise SimulationError(
                 f"--runs: {self.cost.name} was not measured and knows no error; take a fitted cost model"
@@ -109,9 +111,7 @@ class Engine:
 
     def estimate_ns(self, shape: Any) -> int:
         """Predicted duration of one iteration, for policies that plan by time."""
-        cost = self.nominal or self.cost
-        before, after = cost.host_ns(shape)
-        return before + after + sum([cost.stage_ns(shape, s) + cost.send_ns(shape, s) for s in range(cost.stages)])
+        return whole_ns(self.nominal or self.cost, shape)
 
 
 def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = None) -> Engine:
@@ -175,6 +175,11 @@ def blocks_by_windows(model: ModelSpec, trace: Trace) -> float:
 def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> CostModel:
     split = tuple(config.layer_split) if config.layer_split is not None else None
     name, content = config.cost_model, ""
+    if is_own_class(name):
+        # Made anew: what it keeps is nobody else's.
+        options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
+        options |= {"dtype": config.dtype, "kv_dtype": config.kv_dtype, "tp": tp, "pp": config.pp, "layer_split": split}
+        return load_cost_model(model, gpu, cost_model=name, **options)
     if name not in ("auto", "roofline") and (file := Path(name)).is_file():
         name, content = str(file.resolve()), digest_of(name)
     return _shared_cost(

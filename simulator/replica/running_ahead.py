@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from metrics import Recorder
 from metrics.recording.events import pack_straight
-from policies import Batch, BatchShape, Ns, Scheduler, Track
+from policies import Batch, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from simulator.clock.virtual_time import COMPLETION, FAR, Moment, Nanoseconds, VirtualTime
-from simulator.replica.fast_costs import refuse
+from simulator.replica.fast_costs import IterationTimes, refuse
 from simulator.replica.leap_ends import LEAST_LEAP, Leap, ends_until
 from simulator.replica.leaping import LeapingReplica
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from profiler.cost_model import CostModel
 
 _pack: Final = pack_straight
-
-IterationTimes = Callable[[BatchShape], "tuple[Ns, Ns, Ns, bool]"]
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -48,15 +46,14 @@ class Replica(LeapingReplica):
         super().__init__(
             env, number, scheduler, cost, recorder, on_end=on_end, overlap_sends=overlap_sends, leaps=leaps
         )
-        self._iteration_ns: IterationTimes = getattr(cost, "iteration_ns", self._plain_iteration_ns)
+        self._iteration_ns: IterationTimes = self._costs.iteration_ns
         # Nothing but this loop's own steps to take: see _run_straight.
         self._straight = self.leaps and cost.stages == 1 and type(self)._launch is Replica._launch
         # Micro-batches that would be planned again are, without asking the policy.
         self._repeats = leaps and cost.stages > 1
         self._running_ahead = False
         # What every iteration takes at least, where they follow each other one by one.
-        least_ns: Callable[[], Ns] | None = getattr(cost, "least_ns", None)
-        self._least_ns: Ns = least_ns() if least_ns is not None and self._straight else 0
+        self._least_ns: Ns = self._costs.least_ns if self._straight else 0
 
     # What a fleet may know without looking (simulator/cluster/in_own_time.py)
 
@@ -143,7 +140,7 @@ class Replica(LeapingReplica):
         now, horizon = self.now_ns, ahead.next_ns()
         # Whether nothing can happen before `horizon`, and what happens then concerns this replica.
         alone = ahead.sharers == 1 and horizon < ahead.limit
-        iteration_ns, terms, leaves = self._iteration_ns, self._repeat_terms, self._leaves
+        costs, iteration_ns, leaves = self._costs, self._iteration_ns, self._leaves
         # Whether, and with what `inside`, the stretch goes on.
         stretch: bool | None = None
         batch: Batch | None = None
@@ -181,9 +178,7 @@ class Replica(LeapingReplica):
                 and not (alone and end >= horizon)
                 and (quiet := scheduler.quiet_steps(batch)) >= LEAST_LEAP
             ):
-                ends = ends_until(
-                    self.cost, terms, shape, quiet + 1, now, before + after, device, horizon if alone else FAR
-                )
+                ends = ends_until(costs, shape, quiet + 1, now, before + after, device, horizon if alone else FAR)
                 done = len(ends) - 1
                 if not alone and ends[done] >= horizon:
                     # Somebody else's event in the middle of it need not concern this replica.
@@ -264,11 +259,6 @@ class Replica(LeapingReplica):
                 self._record_retired()
             if not same:
                 batch = None
-
-    def _plain_iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
-        cost = self.cost
-        before, after = cost.host_ns(shape)
-        return before, after, cost.stage_ns(shape), cost.inside(shape)
 
     def _complete(self) -> Batch:
         end = self._flights[0][2]

@@ -274,7 +274,7 @@ def _rests_on(summary: Mapping[str, Any]) -> str:
 
 def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
     """The settings tried, as TTFT P99 against TBT P99, the objective's bounds, the choice marked."""
-    from metrics.drawing.figure_style import POLICY_STYLES, SINGLE_COLUMN_IN, house_style, new_figure, save
+    from metrics.drawing.figure_style import POLICY_STYLES, SINGLE_COLUMN_IN, footnote, house_style, new_figure, save
     from metrics.drawing.log_axis import log_scale
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -317,6 +317,7 @@ def draw_frontier(advice: Advice, folder: Path) -> list[Path]:
         log_scale(plot, "x", "y")
         plot.set(xlabel="TBT P99 (ms)", ylabel="TTFT P99 (ms)")
         plot.legend(loc="best")
+        footnote(figure, [f"Costs: {best['cost_model']} ({best['cost_basis']})."])
         return save(figure, folder, "frontier")
 
 

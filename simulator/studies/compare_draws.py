@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from metrics.measures.summary_keys import BASIS
 from simulator.config import ReplayConfig
 from simulator.simulation import replay as replay_trace
 from workloads import Trace
@@ -27,7 +28,7 @@ KEYS = (
     "stalls",
 )
 
-_COST_KEYS = ("cost_model", "calibrated", "inside_share")
+_COST_KEYS = ("cost_model", *BASIS)
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom (a table, so that a replay does not load SciPy).
 _T95 = (
@@ -115,6 +116,7 @@ class SeededComparison:
             "draws": self.draws,
             "compared_with": first,
             "cost_models": list(dict.fromkeys(costs["cost_model"] for costs in self.costs)),
+            "cost_basis": list(dict.fromkeys(str(costs["cost_basis"]) for costs in self.costs)),
             "policies": {
                 policy: {
                     key: {

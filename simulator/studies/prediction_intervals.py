@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from metrics.measures.statistics import interval_of_draws
+from metrics.measures.summary_keys import BASIS
 from simulator.cluster.pools import make_cluster_plan
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
@@ -68,7 +69,7 @@ def predict(
     intervals = {
         key: _interval(value, [_number(draw[key]) for draw in draws])
         for key, value in summary.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        if key not in BASIS and isinstance(value, int | float) and not isinstance(value, bool) and value == value
     }
     return Prediction(summary, intervals)
 

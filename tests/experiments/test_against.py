@@ -94,7 +94,7 @@ def test_another_engines_log_is_simulated_and_compared(tmp_path: Path) -> None:
     result = validate_against(
         [file], cost_model="roofline", gpu="h100", model="llama-3.1-8b", options={"num_blocks": 100}, say=lambda _: None
     )
-    assert not result.calibrated
+    assert result.basis["cost_basis"] == "uncalibrated: specifications alone"
     assert {row.statistic for row in result.comparisons} >= {"ttft_s_mean", "tpot_s_p50", "e2e_s_p90"}
     assert result.agreements == {}
     with pytest.raises(ExperimentError, match="give --model and --gpu"):

@@ -104,7 +104,9 @@ def test_a_draw_of_which_nothing_can_be_served_is_one_clear_line() -> None:
 def setting(label: str, *brackets: tuple[float, float], error: str = "") -> SettingCapacity:
     draws = tuple({"low": low, "high": high} for low, high in brackets)
     rates = tuple(math.sqrt(low * high) for low, high in brackets)
-    return SettingCapacity(label, {}, rates, 0.1, "tbt", 1, 1.0, 1.0, "roofline", True, 10, draws=draws, error=error)
+    return SettingCapacity(
+        label, {}, rates, 0.1, "tbt", 1, 1.0, 1.0, "roofline", {"cost_basis": "by hand"}, 10, draws=draws, error=error
+    )
 
 
 def test_a_ratio_is_no_sharper_than_the_brackets_of_its_two_rates() -> None:

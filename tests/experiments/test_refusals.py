@@ -125,7 +125,7 @@ def test_a_grid_that_sorts_by_an_objective_has_to_say_which_way(tmp_path: Path) 
 
 
 def test_a_bound_that_nothing_keeps_is_told_without_a_number() -> None:
-    at = {"tightest": "e2e", "tightness": {"e2e": 0.5}, "cost_model": "roofline", "calibrated": True}
+    at = {"tightest": "e2e", "tightness": {"e2e": 0.5}, "cost_model": "roofline", "cost_basis": "uncalibrated"}
     at |= {"measured": 9, "rejected": 0}
     below = {"tightest": "e2e", "tightness": {"e2e": math.inf, "ttft": 0.2}}
     row = {"error": "", "replicas": 2, "devices": 2, "gpu_seconds": 10.0, "tried": {"1": below, "2": at}}
@@ -133,9 +133,10 @@ def test_a_bound_that_nothing_keeps_is_told_without_a_number() -> None:
 
 
 def test_a_sweep_says_where_its_costs_come_from_point_by_point() -> None:
-    rows = [{"cost_model": "roofline h100-changed", "calibrated": False}] * 2
-    rows += [{"cost_model": "fitted h100", "calibrated": True}, {"cost_model": None, "status": "failed"}]
+    rows = [{"cost_model": "roofline h100-changed", "cost_basis": "uncalibrated: specifications alone"}] * 2
+    rows += [{"cost_model": "fitted h100", "cost_basis": "partly measured: 80 %; head 20 % by law"}]
+    rows += [{"cost_model": None, "status": "failed"}]
     assert dict(_costs(rows)) == {
         "roofline h100-changed (uncalibrated: specifications alone)": 2,
-        "fitted h100 (calibrated)": 1,
+        "fitted h100 (partly measured: 80 %; head 20 % by law)": 1,
     }

@@ -32,7 +32,25 @@ def test_predict_adds_up_and_says_that_it_is_uncalibrated() -> None:
     arguments += ("--cost-model", "roofline")
     found = json.loads(profiler(*arguments, "--json").stdout)
     assert found["total_ns"] == sum(found["parts_ns"].values())
-    assert "(uncalibrated)" in profiler(*arguments).stdout
+    told = profiler(*arguments).stdout
+    assert "(uncalibrated: specifications alone)" in told
+    assert found["words"] == "uncalibrated: specifications alone"
+    assert set(found["parts_rest_on"].values()) == {"by roofline"}
+
+
+def test_predict_marks_every_part_as_measured_or_by_what_it_rests_on() -> None:
+    # The H100's kernel table has GEMMs and prompts, but no norms and nothing of decodes beside a chunk.
+    arguments = ("predict", "--model", "llama-3.1-8b", "--gpu", "h100", "--chunk", "512", "--json")
+    alone = json.loads(profiler(*arguments).stdout)
+    mixed = json.loads(profiler(*arguments, "--decodes", "64").stdout)
+    for found in (alone, mixed):
+        assert found["parts_rest_on"].keys() == found["parts_ns"].keys()
+        assert found["parts_rest_on"]["ffn_up"] == "measured"
+        assert found["parts_rest_on"]["norm"] == "by roofline"
+        assert found["parts_rest_on"]["host_before"] == "assumed"
+    assert alone["parts_rest_on"]["attention"] == "measured"
+    assert mixed["parts_rest_on"]["mixed_attention"] == "by law"
+    assert mixed["measured_share"] < alone["measured_share"]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from simulator.errors import SimulationError
 from simulator.simulation import replay as replay_trace
 from tests.hardening.command_line import assert_refused
 from tests.hardening.command_line import run as run_command
+from tests.simulator.constant_cost import trace_of
 from workloads import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -411,6 +412,36 @@ def test_a_byte_order_mark_crlf_and_a_missing_last_newline_are_fine(tmp_path, co
 def test_a_directory_is_no_trace(tmp_path):
     done = simulator("replay", tmp_path, cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_compare_goes_on_when_a_policy_fails_and_says_so_at_the_end(trace, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from policies.chunked import Chunked\n\n\nclass Breaks(Chunked):\n"
+        "    def plan(self, queues, draft, kv, host, now_ns):\n        raise ZeroDivisionError('my own')\n"
+    )
+    flags = ("--gpu", "h100", "--json")
+    done = simulator("compare", trace, "--policies", "mine.py:Breaks,orca", *flags, cwd=tmp_path)
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["orca"]["finished"] == 3
+    assert "ZeroDivisionError: my own" in found["Breaks"]["error"]
+    assert "error: Breaks failed and is left out:" in done.stderr
+    alone = simulator("compare", trace, "--policies", "mine.py:Breaks", *flags, cwd=tmp_path)
+    assert alone.returncode == 1
+    assert "ZeroDivisionError: my own" in alone.stderr
+    assert not alone.stdout
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_prompts_and_batches_that_no_table_holds_end_no_run(policy):
+    # 21 rows as long as the first of them are 2.1 million; a million tokens of prompt are more than any table has.
+    for rows in ([(0.0, 100_000, 4)] + [(0.0, 10, 4)] * 20, [(0.0, 1_000_000, 3), (0.1, 500, 3)]):
+        for gpu in ("h100", "a6000"):
+            run = replay_trace(trace_of(rows), policy=policy, model="llama-3.1-8b", gpu=gpu, num_blocks=200_000)
+            ends = run.tables.column("requests", "status").tolist()
+            reasons = run.tables.column("requests", "reason").tolist()
+            assert all(end == "finished" or (end == "rejected" and why) for end, why in zip(ends, reasons))
+            assert run.summary["ttft_s_p50"] > 0
 
 
 def test_notes_are_told_on_stderr_and_stand_in_every_json(tmp_path):

@@ -50,10 +50,11 @@ def test_the_table_has_units_and_marks_a_prediction_outside_of_its_interval(monk
         "finished": Interval(9.0, 9.0, 9.0, 9.0),
     }
     summary = {"cost_model": "fitted [x]", "calibrated": True, "inside_share": 0.5}
+    summary |= {"measured_share": 0.5, "cost_basis": "partly measured: 50 %"}
     monkeypatch.setattr(intervals, "predict", lambda *arguments: Prediction(summary, found))
     print_intervals(TRACE, ReplayConfig(), 20, as_json=False)
     printed = capsys.readouterr().out
-    assert "costs: fitted [x] (calibrated; 50.0% of the iterations in the measured region)" in printed.splitlines()
+    assert "costs: fitted [x] (partly measured: 50 %)" in printed.splitlines()
     rows = [line.replace("│", " ").split() for line in printed.splitlines()]
     assert ["ttft_s_p50", "12.3", "ms", "11", "ms", "14.1", "ms", "12.5", "ms"] in rows
     assert ["inside_share", "50.0%", "*", "60.0%", "70.0%", "65.0%"] in rows

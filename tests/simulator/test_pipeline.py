@@ -194,18 +194,3 @@ def _one_micro_batch_a_request(result, chase):
         for cohort in table["cohorts"][at]:
             assert cohort_until.get(cohort["cohort"], 0) <= planned[at]
             cohort_until[cohort["cohort"]] = ends[at]
-
-
-def test_stages_taken_for_twins_cost_the_same():
-    from policies import BatchShape
-    from profiler import load_cost_model
-    from simulator.replica.plain import twin_stages
-
-    cost = load_cost_model("llama-3.1-8b", "h100", cost_model="roofline", pp=6, layer_split=(5, 6, 5, 6, 5, 5))
-    twins = twin_stages(cost)
-    assert twins == [0, 1, 2, 1, 2, 5]
-    shape = BatchShape(((300, 40),), 20, 9000, 900, 0, 21)
-    for stage, twin in enumerate(twins):
-        assert cost.stage_ns(shape, stage) == cost.stage_ns(shape, twin)
-        assert cost.send_ns(shape, stage) == cost.send_ns(shape, twin)
-    assert twin_stages(ConstantCost(S, stages=3)) == [0, 1, 2]

@@ -12,22 +12,22 @@ from simulator.commands.printing import _reasons, trust
 from tests.hardening.command_line import run
 
 
-def _run(calibrated=True, inside=1.0, reasons=()):
+def _run(basis="calibrated: 95 % of the time measured", share=0.95, reasons=()):
     columns = {"status": np.array(["rejected"] * len(reasons)), "reason": np.array(reasons)}
     return SimpleNamespace(
-        summary={"calibrated": calibrated, "inside_share": inside},
+        summary={"cost_basis": basis, "measured_share": share},
         tables=SimpleNamespace(column=lambda table, name: columns[name]),
     )
 
 
-def test_calibrated_costs_say_how_much_of_a_run_they_were_measured_for():
+def test_costs_say_what_they_rest_on_and_of_several_runs_the_least_measured_speaks():
     def told(*runs):
         return trust([run.summary for run in runs])
 
-    assert told(_run(), _run()) == "calibrated"
-    assert told(_run(), _run(inside=0.25)) == "calibrated; 25.0% of the iterations in the measured region"
-    assert told(_run(), _run(calibrated=False)) == "uncalibrated"
-    assert told(_run(inside=float("nan"))) == "calibrated", "nothing ran"
+    assert told(_run(), _run()) == "calibrated: 95 % of the time measured"
+    partly = _run("partly measured: 25 %; attention 75 % by law", 0.25)
+    assert told(_run(), partly) == "the least measured of 2 runs: partly measured: 25 %; attention 75 % by law"
+    assert told(_run("uncalibrated: specifications alone", 0.0)) == "uncalibrated: specifications alone"
 
 
 def test_reasons_that_are_not_told_are_counted():

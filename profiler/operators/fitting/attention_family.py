@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from profiler.operators.fitting.attention_fit import KV_BYTES, AttentionFit, batch_columns
+from profiler.operators.fitting.attention_fit import KV_BYTES, AttentionFit, batch_columns, measured_grids
 from profiler.operators.fitting.folds import folds
 from profiler.operators.fitting.learnt_grids import TABLE, Misses, chosen, densified, learnt
 from profiler.operators.laws.decode_law import SPLIT_BELOW, DecodeLaw, fit_decode_law
 from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.measured_grid import MeasuredGrid
 from profiler.operators.laws.prefill_law import PrefillLaw, fit_prefill_law
 from profiler.operators.laws.smooth_batch_law import (
     CONTEXT_STEP,
@@ -59,6 +60,8 @@ class AttentionFamily:
         Where one decode is another kernel, "single:N" over its context, and "single:0" of any number of KV heads.
     kernel: "fa2", whose decodes beside a chunk are blocks of the same kernel, or "fa3", whose decodes stream beside it.
     region: largest streams and context measured, largest tokens, query heads.
+    grids: where a number of KV heads was measured, by the names of misses: "decode:N" over (decodes, context),
+        "prefill:N" over (tokens, prefix).
     """
 
     head_dim: int
@@ -70,6 +73,7 @@ class AttentionFamily:
     misses: Mapping[str, Lattice] = field(default_factory=dict)
     region: Mapping[str, int] = field(default_factory=dict)
     prefill_law: PrefillLaw | None = None
+    grids: Mapping[str, MeasuredGrid] = field(default_factory=dict)
 
     def for_layout(self, heads: int, kv_heads: int) -> AttentionFit:
         """The fit of one layout, for `profiler.operators.attention_tables`."""
@@ -98,7 +102,9 @@ class AttentionFamily:
             "context": self.region["context"],
         }
         waves = self.prefill_law and replace(self.prefill_law, write=self.prefill_law.write * kv_heads)
-        return replace(fit, region=region, prefill_law=waves, **self._uneven(kv_heads))
+        own = {kind: self.grids.get(f"{kind}:{kv_heads}") for kind in (DECODE, PREFILL)}
+        grids = {kind: grid for kind, grid in own.items() if grid is not None}
+        return replace(fit, region=region, prefill_law=waves, grids=grids, **self._uneven(kv_heads))
 
     def _uneven(self, kv_heads: int) -> dict[str, Any]:
         """FlashAttention 2's price of uneven contexts, carried over from where it was measured; none for others."""
@@ -164,7 +170,19 @@ def fit_families(
             mine = {key: part for key, part in parts.items() if key in families and key[0] == head_dim}
             for key, misses in _layouts(kind, mine, kernel, learning).items():
                 families[key] = replace(families[key], misses={**families[key].misses, **misses})
+    for key, rows in batches.groupby(["head_dim", "group"]):
+        if key in families:
+            grids = {**families[key].grids, **family_grids(rows)}
+            families[key] = replace(families[key], grids=grids)
     return tuple(sorted(families.values(), key=lambda family: (family.head_dim, family.group)))
+
+
+def family_grids(rows: pd.DataFrame) -> dict[str, MeasuredGrid]:
+    """Where each number of KV heads of a family was measured; rows: `batch_columns` and `kv_heads`."""
+    grids = {}
+    for kv_heads, own in rows[rows["chunks"].isin((0, 1))].groupby("kv_heads"):
+        grids |= {f"{kind}:{int(kv_heads)}": grid for kind, grid in measured_grids(own).items() if kind != "mixed"}
+    return grids
 
 
 def _with(

@@ -19,6 +19,7 @@ from profiler.measurements.profile import TWIN, UNGROUPED, parse_chunks
 from profiler.operators.fitting.folds import folds
 from profiler.operators.laws.decode_law import DecodeLaw, fit_decode_law, fit_single
 from profiler.operators.laws.lattice import Lattice, with_knots
+from profiler.operators.laws.measured_grid import MeasuredGrid
 from profiler.operators.laws.mixed_law import MixedLaw, fit_mixed_law
 from profiler.operators.laws.prefill_law import ROW_TILES, TILES, PrefillLaw, fit_prefill_law
 from profiler.operators.laws.smooth_batch_law import (
@@ -73,6 +74,7 @@ class AttentionFit:
         batches that stream for over 30 us, 1.7 to 2.2 times at the median), and without grouped heads bytes decide.
     token_us: least time a token of context in all takes in a layout that was not measured: its bytes from memory.
     region: largest measured tokens, prefix, decodes, context.
+    grids: where decodes alone, a chunk alone ("prefill") and both ("mixed") were measured, over the axes of misses.
     """
 
     heads: int
@@ -92,6 +94,7 @@ class AttentionFit:
     own: bool = True
     token_us: float = 0.0
     region: Mapping[str, int] = field(default_factory=dict)
+    grids: Mapping[str, MeasuredGrid] = field(default_factory=dict)
 
     def by_law(self) -> AttentionFit:
         """The laws alone, with nothing of what they miss."""
@@ -252,11 +255,34 @@ def fit_attention(table: pd.DataFrame, sms: int) -> AttentionFit:
     even = batches[flat & ~batches["twin"] & batches["chunks"].isin((0, 1))]
     grouped = not table["backend"].str.contains(UNGROUPED).any()
     fit = AttentionFit(
-        heads, kv_heads, head_dim, sms, BatchLaw(), DecodeLaw(), grouped=grouped, region=_region(batches)
+        heads,
+        kv_heads,
+        head_dim,
+        sms,
+        BatchLaw(),
+        DecodeLaw(),
+        grouped=grouped,
+        region=_region(batches),
+        grids=measured_grids(even),
     )
     fit = _fit_decode(fit, even[even["tokens"] == 0])
     fit = _fit_batches(fit, even[even["tokens"] > 0])
     return fit_uneven(fit, batches[~flat & (batches["chunks"] >= 0)], batches[batches["twin"]])
+
+
+def measured_grids(even: pd.DataFrame) -> dict[str, MeasuredGrid]:
+    """Where decodes alone, a chunk alone, and both were measured; even: `batch_columns` with equal contexts."""
+    kinds = {
+        "decode": even[even["tokens"] == 0],
+        "prefill": even[(even["tokens"] > 0) & (even["decodes"] == 0)],
+        "mixed": even[(even["tokens"] > 0) & (even["decodes"] > 0)],
+    }
+    axes = {"decode": ["decodes", "context"], "prefill": ["tokens", "prefix"]}
+    return {
+        kind: MeasuredGrid.of(*rows[axes.get(kind, axes["prefill"] + axes["decode"])].to_numpy(float).T)
+        for kind, rows in kinds.items()
+        if len(rows)
+    }
 
 
 def _region(batches: pd.DataFrame) -> dict[str, int]:

@@ -100,6 +100,19 @@ class DeviceFit:
             axis[0] <= size <= axis[-1] for axis, size in zip(grid.axes[1:], (n, k), strict=True)
         )
 
+    def gemms_around(self, n: int, k: int) -> list[RowCurve]:
+        """Measured GEMMs at the corners of the cell of widths and depths that this shape lies in; none where one of
+        them is missing."""
+        known = {(curve.n, curve.k): curve for curve in self.curves if curve.k and curve.operator == "gemm"}
+        sides = []
+        for size, values in ((n, {one for one, _ in known}), (k, {one for _, one in known})):
+            below, above = [one for one in values if one <= size], [one for one in values if one >= size]
+            if not below or not above:
+                return []
+            sides.append((max(below), min(above)))
+        corners = [(width, depth) for width in dict.fromkeys(sides[0]) for depth in dict.fromkeys(sides[1])]
+        return [known[corner] for corner in corners] if all(corner in known for corner in corners) else []
+
     @cached_property
     def _gemm_grid(self) -> Lattice | None:
         return gemm_grid(self.gemm_law, self.curves)

@@ -34,6 +34,7 @@ from profiler.operators.fitting.error_sizes import as_document, read_spread
 from profiler.operators.laws.decode_law import DecodeLaw
 from profiler.operators.laws.gemm_law import BETWEEN, TILES, GemmLaw
 from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.measured_grid import MeasuredGrid
 from profiler.operators.laws.prefill_law import PrefillLaw
 from profiler.operators.laws.row_curves import RowCurve
 from profiler.operators.laws.smooth_batch_law import BatchLaw
@@ -83,6 +84,12 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
     def lattice(item: Lattice) -> dict[str, Any]:
         return {"axes": [keep(axis) for axis in item.axes], "values": keep(item.values)}
 
+    def grids(item: AttentionFamily | AttentionFit) -> dict[str, Any]:
+        return {
+            name: {"axes": [keep(axis) for axis in grid.axes], "known": keep(grid.known)}
+            for name, grid in item.grids.items()
+        }
+
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -108,6 +115,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "decode_law": item.decode_law.as_dict(),
                 "prefill_law": item.prefill_law and item.prefill_law.as_dict(),
                 "region": dict(item.region),
+                "grids": grids(item),
                 "misses": {key: lattice(grid) for key, grid in item.misses.items()},
             }
             for item in fit.families
@@ -127,6 +135,7 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
                 "grouped": item.grouped,
                 "straight": item.straight,
                 "region": dict(item.region),
+                "grids": grids(item),
                 "misses": {key: lattice(grid) for key, grid in item.misses.items()},
             }
             for item in fit.attention
@@ -260,6 +269,22 @@ def _misses(entry: Entry, arrays: Array) -> dict[str, Lattice]:
     return misses
 
 
+def _grids(entry: Entry, arrays: Array) -> dict[str, MeasuredGrid]:
+    """Files of earlier versions have none: then nothing of their attention counts as measured."""
+    grids = {}
+    for key, value in entry.mapping("grids").items():
+        dimensions = _AXES.get(key.partition(":")[0])
+        item = Entry(entry.path, f"{entry.where}.grids.{key}", value)
+        if dimensions is None:
+            entry.fail("grids", key, f"one of {', '.join(_AXES)}")
+        axes = _axes(item, dimensions or 0, arrays)
+        known = item.array("known", arrays)
+        if known.shape != tuple(len(axis) for axis in axes):
+            item.fail("known", known.shape, f"shape {tuple(len(axis) for axis in axes)}")
+        grids[key] = MeasuredGrid(axes, known > 0)
+    return grids
+
+
 def _family(entry: Entry, arrays: Array) -> AttentionFamily:
     misses = _misses(entry, arrays)
     if not {"decode", "prefill"} <= set(misses):
@@ -277,6 +302,7 @@ def _family(entry: Entry, arrays: Array) -> AttentionFamily:
         prefill_law=_prefill_law(entry),
         misses=misses,
         region={key: region.count(key) for key in ("streams", "context", "tokens", "query_heads")},
+        grids=_grids(entry, arrays),
     )
 
 
@@ -297,6 +323,7 @@ def _attention(entry: Entry, arrays: Array) -> AttentionFit:
         grouped=entry.values.get("grouped") is not False,
         straight=entry.number("straight", 0.0, 1.0),
         region={key: region.count(key) for key in _REGION},
+        grids=_grids(entry, arrays),
     )
 
 
@@ -341,15 +368,20 @@ def _slopes(entry: Entry) -> tuple[tuple[float, float], ...]:
 
 
 def _lattice(entry: Entry, dimensions: int, arrays: Array) -> Lattice:
-    places = entry.values.get("axes")
-    if not isinstance(places, list) or len(places) != dimensions:
-        entry.fail("axes", places, f"{dimensions} axes")
-    axes = [entry.cut("axes", place, arrays) for place in places or []]
+    axes = _axes(entry, dimensions, arrays)
     values = entry.array("values", arrays)
-    if any(axis.ndim != 1 or (np.diff(axis) <= 0).any() or axis[0] < 0 for axis in axes):
-        entry.fail("axes", "descending or negative values", "ascending coordinates")
     if values.shape != tuple(len(axis) for axis in axes):
         entry.fail("values", values.shape, f"shape {tuple(len(axis) for axis in axes)}")
     if np.abs(values).max() > MAX_MISS:
         entry.fail("values", np.abs(values).max(), f"at most {MAX_MISS}")
     return Lattice(axes, values)
+
+
+def _axes(entry: Entry, dimensions: int, arrays: Array) -> list[Array]:
+    places = entry.values.get("axes")
+    if not isinstance(places, list) or len(places) != dimensions:
+        entry.fail("axes", places, f"{dimensions} axes")
+    axes = [entry.cut("axes", place, arrays) for place in places or []]
+    if any(axis.ndim != 1 or (np.diff(axis) <= 0).any() or axis[0] < 0 for axis in axes):
+        entry.fail("axes", "descending or negative values", "ascending coordinates")
+    return axes
