@@ -11,13 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.errors import ExperimentError
 from policies.edges.command_line import run_command
-
-if TYPE_CHECKING:
-    import click
 
 PACKAGES = {
     "simulator": "replay a trace in virtual time, compare policies, get advice",
@@ -60,10 +57,10 @@ def _build(package: str) -> Callable[[], Any]:
     return build
 
 
-def _commands(package: str) -> dict[str, click.Command]:
+def _commands(package: str) -> dict[str, Any]:
     from typer.main import get_command
 
-    commands: dict[str, click.Command] = getattr(get_command(_build(package)()), "commands", {})
+    commands: dict[str, Any] = getattr(get_command(_build(package)()), "commands", {})
     return commands
 
 

@@ -254,7 +254,7 @@ def _print_json(content: Any) -> None:
 
 
 def _print(table: Any) -> None:
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
     # Into a pipe or a file rich would assume 80 columns and cut the table.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    terminal().print(table)

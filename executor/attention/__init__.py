@@ -21,6 +21,7 @@ BACKENDS: dict[str, str] = {
     "paged": "executor.attention.paged:PagedAttention",
     "reference": "executor.attention.reference:ReferenceAttention",
     "reading": "executor.attention.reading:ReadingAttention",
+    "packed": "executor.attention.packed:PackedDecodes",
 }
 """Name -> where its class lives, fastest first: the order in which `auto` tries them (flex only by its name)."""
 

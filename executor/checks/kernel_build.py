@@ -75,6 +75,7 @@ def variants(processor: Processor) -> Iterator[Variant]:
     for head_dim in (64, 128, 256):
         for kind in ("bf16", "fp32"):
             yield from _attention_variants(kind, head_dim, processor)
+    yield from _packed_variants()
     yield from _fused_variants()
 
 
@@ -131,6 +132,26 @@ def _attention_variants(kind: str, head_dim: int, processor: Processor) -> Itera
         {"HEADS": 32, "HEAD_DIM": head_dim, "D": head_dim, "SPLITS": 8, "S": 8},
         {"num_warps": 4},
     )
+
+
+def _packed_variants() -> Iterator[Variant]:
+    from executor.triton_kernels.packed_attention import packed_decode
+
+    tensors = dict.fromkeys(("q_ptr", "out_ptr", "keys_ptr", "values_ptr"), "*bf16")
+    codes = dict.fromkeys(("key_codes_ptr", "value_codes_ptr"), "*u8")
+    scales = dict.fromkeys(("key_scale_ptr", "key_low_ptr", "value_scale_ptr", "value_low_ptr"), "*fp16")
+    whole = dict.fromkeys(("tables_ptr", "length_ptr", "place_ptr"), "*i32")
+    numbers = dict.fromkeys(
+        ("first_row", "stride_q", "stride_out", "stride_place", "stride_codes", "stride_key_scale",
+         "stride_value_scale", "stride_table"),
+        "i32",
+    )  # fmt: skip
+    constants = {
+        "SHARE": 4, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "D": 128, "N": 16, "G": 16, "BITS": 4, "WINDOW": 0,
+        "PRECISION": "tf32",
+    }  # fmt: skip
+    signature = {**tensors, **codes, **scales, **whole, "log2_scale": "fp32", **numbers}
+    yield Variant(packed_decode, "bf16, 4 bits", signature, constants, {"num_warps": 4})
 
 
 def _fused_variants() -> Iterator[Variant]:

@@ -245,11 +245,9 @@ def _print_run(run: Any, out: Path | None, as_json: bool, notes: list[str]) -> N
 
         print(json.dumps(json_ready({**run.summary, "notes": notes}), indent=2))
         return
-    from rich.console import Console
+    from metrics.drawing.text_tables import summary_tables, terminal
 
-    from metrics.drawing.text_tables import summary_tables
-
-    console = Console()
+    console = terminal(None)
     for table in summary_tables(run.summary):
         console.print(table)
     outcome = run.outcome
@@ -271,10 +269,11 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if not self._quiet and not self._lines:
-            from rich.console import Console
             from rich.progress import Progress
 
-            self._bar = Progress(console=Console(stderr=True))
+            from metrics.drawing.text_tables import terminal
+
+            self._bar = Progress(console=terminal(None, stderr=True))
             self._bar.start()
             self._task = self._bar.add_task("serving", total=None)
         return self

@@ -60,7 +60,7 @@ class Child:
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", "")))),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "executor.distributed.worker"],
+            [sys.executable, "-P", "-m", "executor.distributed.worker"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -128,6 +128,7 @@ class CompressedKVCache(KVCache):
         self._sealed = torch.zeros(blocks, dtype=torch.bool)
         self._slots: Tensor | None = None
         self._places: tuple[Tensor | None, Tensor, Tensor] | None = None
+        self._places_there: tuple[object, Tensor] | None = None
         empty = torch.zeros(self.layers, self.kv_heads, block_size, self.head_dim)
         self._parts: list[list[Tensor]] = []
         for keys in (True, False):
@@ -238,6 +239,22 @@ class CompressedKVCache(KVCache):
         self._slot_of[block] = self._free.pop()
         self._sealed[block] = False
         self._places = None
+
+    # What a kernel reads in place
+
+    def places(self) -> Tensor:
+        """Per block (int32 [blocks], on the device) where it lies whole, -1 where it is packed or holds nothing.
+
+        The same until blocks are packed, dropped or opened again.
+        """
+        if self._places is None or self._places_there is None or self._places_there[0] is not self._places:
+            self._places_there = (self._places, self._slot_of.to(torch.int32).to(self.device))
+        return self._places_there[1]
+
+    def coded(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Codes, scales and lows of a layer's keys and of its values, each [blocks, kv_heads, ...] (`kivi`)."""
+        keys, values = ([part[:, layer] for part in parts] for parts in self._parts)
+        return keys, values
 
     # Blocks on their way to host memory and back
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,31 @@ class Tokenizer:
         self._inner, self.stop_ids, self._bos, self._chat_form = inner, tuple(stop_ids), add_bos, chat_form
 
     def encode(self, text: str) -> list[int]:
-        ids = list(self._inner.encode(text, add_special_tokens=False).ids)
+        with _told("this text cannot be encoded"):
+            ids = list(self._inner.encode(text, add_special_tokens=False).ids)
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=True))
+        with _told("these ids cannot be decoded"):
+            return str(self._inner.decode(list(ids), skip_special_tokens=True))
 
     def chat(self, text: str) -> str:
         """The text as a user's turn, for models whose chat form is ChatML; unchanged for others."""
         if "<|im_start|>" not in self._chat_form:
             return text
         return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """The tokenizer's library raises bare Exception, and a panic of its Rust code is not even one."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, ExecutorError):
+        raise
+    except BaseException as error:
+        words = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ExecutorError(f"tokenizer: {what}: {words}") from None
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
@@ -52,10 +67,8 @@ def _from_folder(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise ExecutorError(f"{folder}: no tokenizer.json; text prompts need one")
     checked_file(path, ExecutorError, MAX_TOKENIZER_BYTES)
-    try:
+    with _told(f"{path} cannot be read"):
         inner = Inner.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every kind of bad file
-        raise ExecutorError(f"{path}: cannot be read as a tokenizer: {error}") from None
     settings = _json(folder / "tokenizer_config.json")
     stop = _json(folder / "generation_config.json").get("eos_token_id")
     stop = _json(folder / "config.json").get("eos_token_id") if stop is None else stop
@@ -96,10 +109,8 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
         if not all(isinstance(text, str) for text in texts):
             raise ExecutorError(f"{file.path}: tokenizer.ggml.{name}: expected a list of texts")
     merges = [tuple(line.split(" ", 1)) for line in lines]
-    try:
+    with _told(f"the tables of {file.path} make none"):
         inner = Inner(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    except Exception as error:  # the library raises bare Exception for a merge of what is no token
-        raise ExecutorError(f"{file.path}: its tables make no tokenizer: {str(error)[:200]}") from None
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut == "smollm" else []
     inner.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     inner.decoder = decoders.ByteLevel()

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from executor.errors import ExecutorError
-from policies.edges.output_file import clear_leftovers, scratch_prefix
+from policies.edges.output_file import clear_leftovers, refuse_strangers, scratch_prefix
 
 _SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread")
@@ -160,15 +160,20 @@ def _build() -> Path:
         key.update((folder / name).read_bytes())
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "charioteer"
     target = cache_folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
     try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
+        cache_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "geteuid") and (status := cache_folder.lstat()).st_uid == os.geteuid():
+            cache_folder.chmod(status.st_mode & 0o7755)  # a wide umask made it; who wrote what is looked at below
+        refuse_strangers(cache_folder, NativeError)
+        if os.path.lexists(target):
+            refuse_strangers(target, NativeError)
+            return target
         clear_leftovers(cache_folder)
         with tempfile.TemporaryDirectory(".part", scratch_prefix("kernels"), cache_folder) as temporary:
             compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
             _run([compiler, *_FLAGS, "-c", str(folder / "kernels.cpp"), "-o", str(compiled)])
             _run([compiler, "-shared", "-pthread", str(compiled), "-o", str(linked)])
+            linked.chmod(0o700)
             os.replace(linked, target)
     except OSError as error:
         raise NativeError(f"C++ kernels: {cache_folder}: cannot be written: {error}") from None

@@ -16,6 +16,8 @@ from policies.scheduling.overload_ladder import AdmissionControl, Ladder
 from profiler.specs.kv_compression import Compression
 
 GIB, MIB = 2**30, 2**20
+READ_PACKED = ("packed", "reading", "reference")
+"""Attention that reads a compressed pool."""
 
 
 class MeasuredCosts:
@@ -72,8 +74,11 @@ def make_cache(config: LiveConfig, loaded: Loaded, blocks: int, rows: int, most_
     compression = compression_of(config)
     if compression is None:
         return loaded.new_cache(blocks, config.block_size)
-    if loaded.model.attention.name not in ("reading", "reference") or loaded.model.kernels.name != "torch":
-        raise ExecutorError("--kv-compression: expected --kernels torch and --attention reading (or reference)")
+    if loaded.model.attention.name not in READ_PACKED or loaded.model.kernels.name != "torch":
+        raise ExecutorError(
+            f"--kv-compression: found --kernels {loaded.model.kernels.name} and --attention "
+            f"{loaded.model.attention.name}, expected torch and one of {', '.join(READ_PACKED)}; leave both out"
+        )
     size = config.block_size
     full = min(blocks + 1, full_blocks(config, rows, most_tokens))
     return CompressedKVCache(loaded.spec, blocks + 1, size, loaded.kv_dtype, loaded.device, compression, full)

@@ -26,25 +26,32 @@ Prompts = Callable[[int], Prompt]
 
 
 def trace_prompts(trace: Trace, vocab: int, seed: int = 0) -> Prompts:
-    """The trace's own ids where it carries them, else random ids. ExecutorError for an id beyond the vocabulary."""
+    """The trace's own ids where it carries them, else random ids.
+
+    ExecutorError for an id beyond the vocabulary in any row, so that it shows before the first is served.
+    """
     if trace.prompt_ids is None:
         return random_prompts(trace, vocab, seed)
     carried = trace.prompt_ids
 
-    def of_row(row: int) -> Prompt:
+    for row in range(len(trace)):
         ids = np.asarray(carried[row], np.int64)
         if len(ids) != int(trace.prompt_tokens[row]):
             raise ExecutorError(
                 f"{trace.name}, row {row}: found {len(ids)} prompt ids, expected {trace.prompt_tokens[row]}"
             )
-        if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
-            bad = int(ids.max() if ids.max() >= vocab else ids.min())
+        if (bad := _beyond(ids, vocab)) is not None:
             raise ExecutorError(
                 f"{trace.name}, row {row}: prompt id {bad}: expected 0 to {vocab - 1}, the model's vocabulary"
             )
-        return ids
+    return lambda row: np.asarray(carried[row], np.int64)
 
-    return of_row
+
+def _beyond(ids: Prompt, vocab: int) -> int | None:
+    """The worst of the ids that a model does not know; None if it knows all."""
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab):
+        return None
+    return int(ids.max() if ids.max() >= vocab else ids.min())
 
 
 def random_prompts(trace: Trace, vocab: int, seed: int = 0) -> Prompts:
@@ -63,19 +70,28 @@ def random_prompts(trace: Trace, vocab: int, seed: int = 0) -> Prompts:
     return of_row
 
 
-def file_prompts(path: Path, trace: Trace, tokenizer: Tokenizer) -> Prompts:
-    """Row r takes line r of a text file (again from the top when lines run out), repeated or cut to its length."""
+def file_prompts(path: Path, trace: Trace, tokenizer: Tokenizer, vocab: int) -> Prompts:
+    """Row r takes line r of a text file (again from the top when lines run out), repeated or cut to its length.
+
+    vocab: ids that the model knows. Raises ExecutorError, before anything is served, for a line without tokens or with
+    an id that the model does not know.
+    """
     lines = [line for line in read_text(path, ExecutorError, LOG_BYTES).splitlines() if line.strip()]
     if not lines:
         raise ExecutorError(f"{path}: found no lines, expected one prompt a line")
-    encoded: dict[int, Prompt] = {}
+    encoded: list[Prompt] = []
+    for number, line in enumerate(lines[: len(trace)], 1):
+        ids = np.asarray(tokenizer.encode(line), np.int64)
+        if not len(ids):
+            raise ExecutorError(f"{path}: line {number} has no tokens")
+        if (bad := _beyond(ids, vocab)) is not None:
+            raise ExecutorError(
+                f"{path}: line {number}: token id {bad}: expected 0 to {vocab - 1}, the model's vocabulary; the "
+                "tokenizer belongs to another model"
+            )
+        encoded.append(ids)
 
     def of_row(row: int) -> Prompt:
-        at = row % len(lines)
-        if at not in encoded:
-            encoded[at] = np.asarray(tokenizer.encode(lines[at]), np.int64)
-            if not len(encoded[at]):
-                raise ExecutorError(f"{path}: line {at + 1} has no tokens")
-        return np.resize(encoded[at], int(trace.prompt_tokens[row]))
+        return np.resize(encoded[row % len(encoded)], int(trace.prompt_tokens[row]))
 
     return of_row

@@ -15,7 +15,7 @@ from executor.kv_memory.block_names import TextNames
 from executor.kv_memory.compressed_pool import CompressedKVCache
 from executor.machine.device_timing import annotate
 from executor.machine.threads import set_threads
-from executor.model.loading import Loaded, load_model
+from executor.model.loading import Loaded, load_model, pick_device
 from executor.model.sampler import Sampling
 from executor.serving.conversation import Conversations, keeps_history
 from executor.serving.device_memory import choose_allocator
@@ -211,6 +211,7 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
 
         return load_sharded(config, longest)
     choose_allocator(config.allocator)
+    config = _reading_packed(config)
     loaded = load_model(
         config.model,
         device=config.device,
@@ -230,6 +231,15 @@ def load_for(config: LiveConfig, longest: int) -> Loaded:
     if config.nvtx:
         annotate(loaded.model)
     return loaded
+
+
+def _reading_packed(config: LiveConfig) -> LiveConfig:
+    """With compression, `auto` means what reads a compressed pool: one flag is enough."""
+    if config.kv_compression is None:
+        return config
+    on_cuda = pick_device(config.device).type == "cuda"
+    attention = ("packed" if on_cuda else "reading") if config.attention == "auto" else config.attention
+    return replace(config, attention=attention, kernels="torch" if config.kernels == "auto" else config.kernels)
 
 
 def _take_two_streams(loaded: Loaded) -> None:
@@ -302,7 +312,7 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
         return trace_prompts(trace, loaded.spec.vocab, config.seed)
     from executor.model.tokenizer import load_tokenizer
 
-    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source))
+    return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source), loaded.spec.vocab)
 
 
 def _finish(

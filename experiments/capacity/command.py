@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,11 +192,10 @@ def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any], held: str) -> None:
-    from rich.console import Console
-
     from experiments.capacity.search import SPAN_OVER_BOUND
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)

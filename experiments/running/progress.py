@@ -46,11 +46,14 @@ class Progress:
 
     def _draw(self, done: int, total: int, failed: int, now: float) -> None:
         if self._bar is None:
-            from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(TextColumn("{task.description}"), BarColumn(), console=Console(stderr=True))
+            from metrics.drawing.text_tables import terminal
+
+            self._bar = Bar(
+                TextColumn("{task.description}", markup=False), BarColumn(), console=terminal(None, stderr=True)
+            )
             self._bar.start()
             self._task = self._bar.add_task("", total=total)
         self._bar.update(self._task, completed=done, total=total, description=self.line(done, total, failed, now))

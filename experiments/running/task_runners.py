@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Protocol, TypeAlias
 
 from experiments.errors import ExperimentError
 from experiments.running.tasks import Result, Task, error_line, perform
+from policies.edges.output_file import refuse_strangers
 
 Tasks = Mapping[int, Task]
 Waiting: TypeAlias = "queue.SimpleQueue[tuple[int, Task]]"
@@ -138,7 +138,7 @@ class WorkerProcesses:
     def _start(self) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(project_root()), *filter(None, sys.path)])}
         worker = subprocess.Popen(
-            [sys.executable, "-m", "experiments.running.worker"],
+            [sys.executable, "-P", "-m", "experiments.running.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -185,10 +185,7 @@ def placed_together(contents: Mapping[str, bytes], first: str) -> str:
     mark = (digest if len(each) > 1 else hashlib.sha256(each[0][1])).hexdigest()[:16]
     ours = Path(tempfile.gettempdir()) / f"charioteer-files-{os.getuid()}"
     ours.mkdir(mode=0o700, exist_ok=True)
-    status = ours.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        # Policies are among these files: nobody else may put one there.
-        raise ExperimentError(f"{ours}: found a folder that others can write to or own; remove it, or set TMPDIR")
+    refuse_strangers(ours, ExperimentError)  # policies are among these files: nobody else may put one there
     folder = ours / mark
     folder.mkdir(exist_ok=True)
     for name, content in each:

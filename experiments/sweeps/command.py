@@ -89,9 +89,9 @@ def sweep(
         print(json.dumps({**counts, "notes": notes, "rows": rows}, indent=2))
         _refuse_success(rows, failed)
         return
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = terminal()
     console.print(_table(folder))
     tell = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     for costs, count in _costs(rows).most_common(5):

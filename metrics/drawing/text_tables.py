@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from metrics.measures.statistics import STATISTICS
 from metrics.measures.summary_keys import ITERATION_TIME, LATENCIES, SUMMARY_KEYS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from metrics.pipelines.bubbles import Bubbles
@@ -47,6 +49,18 @@ _SHARES = (
 )
 
 
+def terminal(width_in_pipes: int | None = 200, *, stderr: bool = False) -> Console:
+    """Where commands print. What stands in brackets or between colons is text: names come from files and paths.
+
+    width_in_pipes: characters a line into a pipe or file, where rich would assume 80 and cut tables.
+    """
+    from rich.console import Console
+
+    shown = sys.stderr if stderr else sys.stdout
+    width = None if shown.isatty() else width_in_pipes
+    return Console(width=width, markup=False, emoji=False, highlight=False, stderr=stderr)
+
+
 def comparison_table(
     summaries: Mapping[str, Summary], *, title: str | None = None, max_width: int | None = None, rivals: bool = True
 ) -> Table:
@@ -57,6 +71,7 @@ def comparison_table(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     max_width = max_width or Console().width
     labels = {
@@ -85,14 +100,18 @@ def comparison_table(
         title=title, title_justify="left", show_edge=False, pad_edge=False, box=_plain_box(), padding=(0, 2, 0, 0)
     )
     table.add_column("run", no_wrap=True)
+    shown: list[list[Text]] = []
     for heading, (key, better, _, cells) in columns.items():
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
         values = [summary.get(key) for summary in summaries.values()]
         best = _best(values, better) if rivals else None
         if best is not None:
-            cells[:] = [f"[bold]{c}[/bold]" if _number(v) == best else c for c, v in zip(cells, values)]
+            bold = [_number(value) == best for value in values]
+        else:
+            bold = [False] * len(values)
+        shown.append([Text(cell, style="bold" if strong else "") for cell, strong in zip(cells, bold)])
     for position, label in enumerate(labels.values()):
-        table.add_row(label, *(cells[position] for _, _, _, cells in columns.values()))
+        table.add_row(Text(label), *(cells[position] for cells in shown))
     if any(summary.get("calibrated") is False for summary in summaries.values()):
         words = dict.fromkeys(str(one["cost_basis"]) for one in summaries.values() if one.get("calibrated") is False)
         table.caption = "* " + " | ".join(dict.fromkeys(one.partition(";")[0] for one in words))
@@ -103,6 +122,7 @@ def comparison_table(
 def summary_tables(summary: Summary) -> list[Table]:
     """Two tables of one summary: latencies with their statistics, and everything else with its meaning."""
     from rich.table import Table
+    from rich.text import Text
 
     latencies = Table(box=_plain_box(), show_edge=False, pad_edge=False)
     latencies.add_column("latency")
@@ -119,7 +139,7 @@ def summary_tables(summary: Summary) -> list[Table]:
     shown = {f"{family}_{s}" for family in families for s in STATISTICS}
     for key, meaning in SUMMARY_KEYS.items():
         if key not in shown and not _is_missing(summary.get(key)):
-            rest.add_row(key, format_value(key, summary[key]), meaning)
+            rest.add_row(key, Text(format_value(key, summary[key])), meaning)
     return [rest, latencies]
 
 

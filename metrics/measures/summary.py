@@ -30,7 +30,12 @@ from metrics.run_folder.tables import RunTables
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
+Ints = NDArray[np.int64]
+
 STALL_BOUND_S = 0.2
+_WHOLE_DEFAULTS: dict[str, Any] = {
+    "warmup": 0, "stall_bound_s": STALL_BOUND_S, "peaks": None, "model_flops": None, "model_bytes": None,
+}  # fmt: skip
 
 
 def summarise(
@@ -56,59 +61,86 @@ def summarise(
     Options left out are taken from the run's config where it has them: token_budget, num_blocks, chunk_size, slots,
     peaks, model_flops, model_bytes.
     """
-    config = run.config
-    requests = _requests(run)
-    tokens = TokenTimes(run)
-    _nobody_lost_a_token(requests, tokens)
-    steady = steady_state(run)
-    if warmup == "auto":
-        # Where no steady part was found nothing is left out: `overloaded` says why.
-        warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
-    start_s, measured = _window(requests, warmup)
-    counted = np.ones(len(measured), dtype=bool) if wanted is None else wanted
-    warmup_requests = int((counted & ~measured).sum())
-    measured &= counted
-    end_s = float(np.max(requests["finished_s"], initial=start_s))
-    finished = measured & (requests["status"] == "finished")
-    own = own_latencies(requests, finished)
-    summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
-    summary.update({key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")})
-    summary.update(_evidence(config))
-    summary.update(
-        requests=int(counted.sum()),
-        **{status: int((requests["status"][counted] == status).sum()) for status in STATUSES},
-        warmup_requests=warmup_requests,
-        measured=int(measured.sum()),
-        measured_finished=int(finished.sum()),
-        window_start_s=start_s,
-        window_end_s=end_s,
-        duration_s=end_s - start_s,
-        overloaded=steady.overloaded,
-        load=steady.load if steady.overloaded else None,
-    )
-    summary.update(_latencies(own, tokens, finished))
-    summary.update(_stalls(tokens, finished, stall_bound_s))
-    summary.update(_throughput(requests, tokens, counted, start_s, end_s))
-    summary.update(_fairness(requests, finished, own))
-    summary.update(_counts(requests, measured))
-    summary.update(memory_summary(config, requests["cached_tokens"], measured))
-    stays = fleet(run, None if peaks is None else peaks.get("devices", 1))
-    summary.update(_iterations(run, config, stays, start_s, end_s))
-    summary["pd_optimum"] = pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots"))
-    summary.update(
-        utilisation(
-            run,
-            stays,
-            start_s,
-            end_s,
-            peaks or config.get("peaks"),
-            model_flops if model_flops is not None else config.get("model_flops"),
-            model_bytes if model_bytes is not None else config.get("model_bytes"),
+    whole = _Whole(run, warmup, stall_bound_s, peaks, model_flops, model_bytes)
+    everybody = np.arange(len(whole.measured))
+    if wanted is None:
+        return whole.summary_of(everybody, whole.tokens, slo)
+    rows = everybody[wanted]
+    return whole.summary_of(rows, next(whole.tokens.split([rows])), slo)
+
+
+class _Whole:
+    """What the summaries of all parts of a run have in common, worked out once."""
+
+    def __init__(
+        self,
+        run: RunTables,
+        warmup: int | str,
+        stall_bound_s: float,
+        peaks: Mapping[str, float] | None,
+        model_flops: Work | None,
+        model_bytes: Work | None,
+    ) -> None:
+        config = self.config = run.config
+        requests = self.requests = _requests(run)
+        self.stall_bound_s = stall_bound_s
+        self.tokens = TokenTimes(run)
+        _nobody_lost_a_token(requests, self.tokens)
+        steady = steady_state(run)
+        if warmup == "auto":
+            # Where no steady part was found nothing is left out: `overloaded` says why.
+            warmup = f"{float(np.min(requests['arrival_s'])) + steady.warmup_s:.9f}s" if steady.warmup_s > 0 else 0
+        self.start_s, self.measured = _window(requests, warmup)
+        self.end_s = float(np.max(requests["finished_s"], initial=self.start_s))
+        stays = fleet(run, None if peaks is None else peaks.get("devices", 1))
+        # Of the run itself, whichever of its requests are looked at.
+        self.of_run: dict[str, Any] = {
+            **{key: _name(config.get(key)) for key in ("world", "policy", "model", "gpu", "cost_model")},
+            **_evidence(config),
+            "window_start_s": self.start_s,
+            "window_end_s": self.end_s,
+            "duration_s": self.end_s - self.start_s,
+            "overloaded": steady.overloaded,
+            "load": steady.load if steady.overloaded else None,
+            "pd_ratio": _ratio(int(requests["prompt_tokens"].sum()), int(requests["output_tokens"].sum())),
+            **_iterations(run, config, stays, self.start_s, self.end_s),
+            "pd_optimum": pd_optimum(_setting(config, "chunk_size"), _setting(config, "slots")),
+            **utilisation(
+                run,
+                stays,
+                self.start_s,
+                self.end_s,
+                peaks or config.get("peaks"),
+                model_flops if model_flops is not None else config.get("model_flops"),
+                model_bytes if model_bytes is not None else config.get("model_bytes"),
+            ),
+            **_bubbles(run),
+        }
+
+    def summary_of(self, rows: Ints, tokens: TokenTimes, slo: str | Mapping[str, str] | None) -> dict[str, Any]:
+        """The summary of some requests, by their rows; tokens: theirs alone."""
+        requests = {name: column[rows] for name, column in self.requests.items()}
+        measured = self.measured[rows]
+        counted = np.ones(len(rows), dtype=bool)
+        finished = measured & (requests["status"] == "finished")
+        own = own_latencies(requests, finished)
+        summary: dict[str, Any] = dict.fromkeys(SUMMARY_KEYS)
+        summary.update(
+            self.of_run,
+            requests=len(rows),
+            **{status: int((requests["status"] == status).sum()) for status in STATUSES},
+            warmup_requests=int((~measured).sum()),
+            measured=int(measured.sum()),
+            measured_finished=int(finished.sum()),
         )
-    )
-    summary.update(_bubbles(run))
-    summary.update(_objectives(slo, summary, requests, tokens, measured, own))
-    return summary
+        summary.update(_latencies(own, tokens, finished))
+        summary.update(_stalls(tokens, finished, self.stall_bound_s))
+        summary.update(_throughput(requests, tokens, counted, self.start_s, self.end_s))
+        summary.update(_fairness(requests, finished, own))
+        summary.update(_counts(requests, measured))
+        summary.update(memory_summary(self.config, requests["cached_tokens"], measured))
+        summary.update(_objectives(slo, summary, requests, tokens, measured, own))
+        return summary
 
 
 def summarise_classes(
@@ -121,8 +153,13 @@ def summarise_classes(
     slo: one objective for all, or one per SLO class, as in `summarise`.
     """
     labels = np.array(["none" if v is None else str(v) for v in run.table("requests", [column])[column].to_pylist()])
+    names, part_of = np.unique(labels, return_inverse=True)
+    whole = _Whole(run, **{**_WHOLE_DEFAULTS, **options})
+    ordered = np.argsort(part_of, kind="stable")
+    parts = np.split(ordered, np.cumsum(np.bincount(part_of, minlength=len(names)))[:-1]) if len(names) else []
     return {
-        str(label): summarise(run, slo=slo, wanted=labels == label, **options) for label in np.unique(labels).tolist()
+        str(name): whole.summary_of(rows, tokens, slo)
+        for name, rows, tokens in zip(names.tolist(), parts, whole.tokens.split(parts))
     }
 
 
@@ -242,7 +279,6 @@ def _counts(requests: dict[str, NDArray[Any]], measured: Bools) -> dict[str, flo
         "output_tokens": int(requests["output_tokens"][measured].sum()),
         "cached_tokens": cached,
         "cached_share": _ratio(cached, prompt),
-        "pd_ratio": _ratio(int(requests["prompt_tokens"].sum()), int(requests["output_tokens"].sum())),
     }
 
 

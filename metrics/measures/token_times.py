@@ -8,6 +8,7 @@ difference array: one addition where a segment starts, one where it ends, one ru
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,11 +59,33 @@ class TokenTimes:
                 f"segments: row {row}: found steps {segments['from_step'][row]} to {segments['to_step'][row]}, "
                 f"expected a part of its cohort's {length[row]} steps"
             )
-        follows = np.zeros(len(at), dtype=bool)
+        self._find_bridges()
+
+    def _find_bridges(self) -> None:
+        follows = np.zeros(len(self.request_row), dtype=bool)
         follows[1:] = self.request_row[1:] == self.request_row[:-1]
         self.bridges = np.flatnonzero(follows)
         """Segments that continue an earlier one of the same request."""
         self.bridge_ns = self.times_ns[self.first[self.bridges]] - self.times_ns[self.last[self.bridges - 1] - 1]
+
+    def split(self, parts: Sequence[Ints]) -> Iterator[TokenTimes]:
+        """The token times of each part of the requests alone, given by their rows in ascending order: work goes with a
+        part's own tokens, not with the run's. Rows and times are numbered within the part."""
+        by_request = np.argsort(self.request_row, kind="stable")
+        begins = np.searchsorted(self.request_row, np.arange(self.num_requests + 1), sorter=by_request)
+        for rows in parts:
+            counts = begins[rows + 1] - begins[rows]
+            segments = by_request[_ranges(begins[rows], counts)]
+            first, length = self.first[segments], self.last[segments] - self.first[segments]
+            steps = np.unique(_ranges(first, length))
+            part = TokenTimes.__new__(TokenTimes)
+            part.times_ns, part.gaps_ns = self.times_ns[steps], self.gaps_ns[steps]
+            part.num_requests = len(rows)
+            part.request_row = np.repeat(np.arange(len(rows)), counts)
+            part.first = np.searchsorted(steps, first)
+            part.last = part.first + length
+            part._find_bridges()
+            yield part
 
     def tokens_per_request(self) -> Ints:
         return self._per_request(self.request_row, self.last - self.first)
@@ -109,6 +132,12 @@ class TokenTimes:
     def _per_request(self, rows: Ints, values: NDArray[np.generic]) -> Ints:
         # Weights make bincount count in doubles: exact below 2^53, and no run has that many tokens.
         return np.bincount(rows, weights=values, minlength=self.num_requests).astype(np.int64)
+
+
+def _ranges(first: Ints, length: Ints) -> Ints:
+    """The numbers first, first + 1, ... of every range, one range after the other."""
+    ends = np.cumsum(length)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(first - ends + length, length)
 
 
 def cohort_rows(run: RunTables, replica: Ints, cohort: Ints) -> tuple[Ints, Ints]:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from policies.edges.errors import PolicyError
-from policies.edges.user_code import PACKAGES, TRACEBACKS, place_in_user_code, raised_in_ours
+from policies.edges.user_code import PACKAGES, TRACEBACKS, foreign_package, place_in_user_code, raised_in_ours
 
 EXTRAS = {
     "torch": "executor",
@@ -72,6 +72,15 @@ def run_command(build: Callable[[], Callable[..., Any]], package: str, program: 
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = 0
     try:
+        if (foreign := foreign_package()) is not None:
+            name, file = foreign
+            sys.exit(
+                _say(
+                    f"{file} stands in front of Charioteer's own {name} on Python's import path; rename it, start "
+                    "elsewhere, or use the command `charioteer`, which keeps the current folder out",
+                    BAD_INPUT,
+                )
+            )
         with _terminated_like_interrupted():
             build()(prog_name=program or f"python -m {package}")
     except SystemExit as leaving:

@@ -13,6 +13,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -47,6 +48,18 @@ def followed(path: str | os.PathLike[str]) -> Path:
 def new_mode(mode: int) -> int:
     """The rights that the user's umask leaves to something new; mode: 0o666 for files, 0o777 for folders."""
     return mode & ~_umask()
+
+
+def refuse_strangers(path: Path, error: type[Exception]) -> None:
+    """Raises `error` for a file or folder that somebody else owns or can write to: code is read from it."""
+    if not hasattr(os, "geteuid"):
+        return
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise error(
+            f"{path}: found a link, or something that others own or can write to, expected a place of your own, since "
+            "code is run from it; remove it, or choose another place"
+        )
 
 
 def scratch_prefix(name: str) -> str:
@@ -141,12 +154,24 @@ def whole_file(path: str | os.PathLike[str], error: type[Exception], *, sync: bo
             with scratch.open("rb") as written:
                 os.fsync(written.fileno())
         os.replace(scratch, target)
-    except OSError as reason:
-        said = reason.strerror or str(reason).splitlines()[0]
+    except Exception as reason:
+        refused = _refusal_of_the_disk(reason)
+        if refused is None or isinstance(reason, error):
+            raise
+        said = refused.strerror or str(refused).partition("\n")[0]
         raise error(f"{shown_path(path)}: cannot be written ({said})") from None
     finally:
         if scratch is not None:
             scratch.unlink(missing_ok=True)
+
+
+def _refusal_of_the_disk(reason: BaseException | None) -> OSError | None:
+    """The OSError behind an exception: libraries that tidy up after one (matplotlib's PDF) may fail at that in turn."""
+    for _ in range(10):
+        if reason is None or isinstance(reason, OSError):
+            return reason
+        reason = reason.__cause__ or reason.__context__
+    return None
 
 
 def write_text(path: str | os.PathLike[str], text: str, error: type[Exception], *, sync: bool = False) -> Path:

@@ -8,6 +8,7 @@ may be our fault. `CHARIOTEER_TRACEBACKS=1` shows all frames all the same.
 from __future__ import annotations
 
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 TRACEBACKS = "CHARIOTEER_TRACEBACKS"
@@ -16,8 +17,24 @@ TRACEBACKS = "CHARIOTEER_TRACEBACKS"
 PACKAGES = frozenset(("policies", "workloads", "metrics", "profiler", "simulator", "experiments", "executor"))
 """Ours. Their own exceptions are messages for the user; each folder has one type."""
 
+HOME = Path(__file__).resolve().parents[2]
+"""Where all of them lie side by side: a checkout, or site-packages."""
+
 MODULES: set[str] = set()
 """Names of the modules that were loaded from a user's file or another package's entry point."""
+
+
+def foreign_package() -> tuple[str, str] | None:
+    """Name and file of a module that stands in front of one of ours on the import path, None if none does.
+
+    `python -m` puts the current folder first: a `metrics.py` there would run in place of ours.
+    """
+    for name in sorted(PACKAGES):
+        spec = find_spec(name)
+        origin = None if spec is None else spec.origin
+        if origin is not None and Path(origin).resolve().parent.parent != HOME:
+            return name, origin
+    return None
 
 
 def place_in_user_code(error: BaseException) -> str | None:

@@ -117,7 +117,7 @@ class Scheduler(Roster):
             self._set_exhausted_aside()
         policy, ledger, host = self.policy, self.ledger, self.host
         stateful = self.stateful
-        if self.served:
+        if stateful is not None and self.served:
             self._tell_of_service()
         while True:
             draft = Draft(self, now_ns)
@@ -212,14 +212,15 @@ class Scheduler(Roster):
             ended = self.tracks.get(request_id)
             if ended is not None and ended not in finished:
                 finished = [*finished, ended]
-        if len(finished) > 1:
-            # In admission order, however they are spread over cohorts: blocks are freed and followers come in it.
-            finished = sorted(finished, key=_by_order)
-        if self.answers_together and finished:
-            finished = self._answer_together(finished, now_ns)
-        else:
-            for track in finished:
-                self._finish(track, now_ns)
+        if finished:
+            if len(finished) > 1:
+                # In admission order, however they are spread over cohorts: blocks are freed and followers come in it.
+                finished = sorted(finished, key=_by_order)
+            if self.answers_together:
+                finished = self._answer_together(finished, now_ns)
+            else:
+                for track in finished:
+                    self._finish(track, now_ns)
         if len(grown) > 1:
             self._merge([part[0] for part in grown])
         return finished

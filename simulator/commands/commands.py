@@ -190,6 +190,10 @@ def check_command(
     from workloads import read_trace
 
     known = ReplayConfig(model=model, gpu=gpu)
+    if trace is not None and str(trace).startswith("--"):
+        # An unknown flag, a knob, stands where the trace may stand.
+        ctx.args.insert(0, str(trace))
+        trace = None
     knobs = knob_flags(ctx.args)
     config = with_fields(known, router_knobs=knobs) if is_router(name) else with_fields(known, knobs=knobs)
     checks = check_user_code(

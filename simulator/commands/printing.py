@@ -27,16 +27,17 @@ def list_pages(kind: str, prefix: str, rows: list[dict[str, Any]], as_json: bool
         print(json.dumps(rows, indent=2))
         return
     from rich.padding import Padding
+    from rich.text import Text
 
     console = wide_console()
     for row in rows:
-        console.print(f"[bold]{row[kind]}[/bold]  [dim]{row['paper']}[/dim]", highlight=False)
+        console.print(Text.assemble((str(row[kind]), "bold"), "  ", (str(row["paper"]), "dim")))
         console.print(Padding(row["rule"], (0, 0, 0, 2), expand=False), highlight=False)
         for knob, facts in row["knobs"].items():
             flag = prefix + knob.replace("_", "-")
             # An empty text is a default too.
             default = facts["default"] if facts["default"] != "" else '""'
-            line = f"{flag} [cyan]{default}[/cyan]  {facts['help']}"
+            line = Text.assemble(f"{flag} ", (str(default), "cyan"), f"  {facts['help']}")
             console.print(Padding(line, (0, 0, 0, 4), expand=False), highlight=False)
 
 
@@ -85,13 +86,15 @@ def say_costs(console: Any, summaries: Sequence[Mapping[str, Any]]) -> None:
 
 def print_advice(advice: Advice, out: Path | None) -> None:
     """The settings that were tried, the one to use and why, and the flags that make vLLM do the same."""
+    from rich.text import Text
+
     from metrics.drawing.text_tables import comparison_table
     from profiler.operators.named_engines import NONE, engine_flags, load_engine
 
     console = wide_console()
     tried = {candidate.label: candidate.summary for candidate in advice.tried}
     console.print(comparison_table(tried, max_width=console.width))
-    console.print(f"use [bold]{advice.best.label}[/bold] (objective {advice.slo})", highlight=False)
+    console.print(Text.assemble("use ", (advice.best.label, "bold"), f" (objective {advice.slo})"))
     for reason in advice.reasons:
         console.print(f"- {reason}", highlight=False, soft_wrap=True)
     summaries = list(tried.values())
@@ -249,9 +252,9 @@ def wide_console() -> Any:
     """As wide as the terminal; 160 characters into a pipe, as the tables assume."""
     import shutil
 
-    from rich.console import Console
+    from metrics.drawing.text_tables import terminal
 
-    return Console(width=None if sys.stdout.isatty() else shutil.get_terminal_size((160, 40)).columns)
+    return terminal(shutil.get_terminal_size((160, 40)).columns)
 
 
 class Progress:
@@ -264,15 +267,16 @@ class Progress:
     def __enter__(self) -> Any:
         if self.quiet:
             return lambda name, total: None
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from metrics.drawing.text_tables import terminal
+
         self.bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=terminal(None, stderr=True),
         )
         self.bar.start()
         return self._start

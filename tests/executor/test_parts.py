@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +25,10 @@ from executor.model.gguf_file import GgufFile, packaged_smollm2
 from executor.model.loading import find_model, load_model
 from executor.model.rope import rope_frequencies
 from executor.model.sampler import Sampling, sample, uniform
+from executor.model.tokenizer import Tokenizer
 from executor.model.weights import random_weights
 from executor.native.library import native_library, native_reason
-from executor.serving.prompts import random_prompts, trace_prompts
+from executor.serving.prompts import file_prompts, random_prompts, trace_prompts
 from profiler.specs.model_spec import ModelSpec
 from workloads.trace import Trace
 
@@ -385,3 +388,32 @@ def test_a_number_of_threads_that_no_machine_has_is_refused_before_pytorch_sees_
         set_threads(threads)
     with pytest.raises(ExecutorError, match="--threads: found"):
         LiveConfig(threads=threads)
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused_before_the_first_is_served(tmp_path: Path) -> None:
+    """In the last row, or in a line whose tokenizer knows more tokens than the model."""
+    trace = Trace("t", np.arange(3), *[np.full(3, 2)] * 3, prompt_ids=[[1, 2], [3, 4], [5, 40]])
+    with pytest.raises(ExecutorError, match=r"row 2: prompt id 40: expected 0 to 39"):
+        trace_prompts(trace, 40)
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("a b\nc d\n")
+    for words, vocab, told in (([1, 9], 9, r"line 2: token id 9: expected 0 to 8"), ([], 9, "line 2 has no tokens")):
+        tokenizer = SimpleNamespace(encode=lambda text, words=words: [1] if text == "a b" else words)
+        with pytest.raises(ExecutorError, match=told):
+            file_prompts(lines, trace, tokenizer, vocab)  # type: ignore[arg-type]
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException: no Exception."""
+
+
+@pytest.mark.parametrize("error", [Exception("Unk token `?` not found"), Panic("index out of bounds")])
+def test_a_tokenizer_that_fails_is_told_in_one_line(error: BaseException) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    tokenizer = Tokenizer(SimpleNamespace(encode=fail, decode=fail), (), None)
+    with pytest.raises(ExecutorError, match=f"cannot be encoded: {re.escape(str(error))}"):
+        tokenizer.encode("text")
+    with pytest.raises(ExecutorError, match="cannot be decoded"):
+        tokenizer.decode([1])

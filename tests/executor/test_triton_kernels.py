@@ -154,7 +154,7 @@ def test_ceilings_are_measured_on_any_device() -> None:
 HARDEST = {
     80: ["bf16, d 128, 128 rows"],
     86: ["bf16, d 256, 64 rows", "fp32, d 128, 64 rows"],
-    90: ["bf16, d 128, 128 rows", "bf16, d 128, 8 splits", "residual", "q/k norm"],
+    90: ["bf16, d 128, 128 rows", "bf16, d 128, 8 splits", "residual", "q/k norm", "bf16, 4 bits"],
     100: ["bf16, d 256, 128 rows"],
     120: ["bf16, d 256, 64 rows"],
 }

@@ -150,6 +150,14 @@ def test_every_file_that_a_command_takes_may_be_a_monster(door: str, tmp_path: P
     _meet(DOORS[door], tmp_path, good)
 
 
+class ThreeTokens:
+    """A tokenizer that finds three tokens in everything."""
+
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        return [1, 2, 3]
+
+
 def _executor_readers(at: Path, good: Path) -> dict[str, tuple[str, Callable[[Path], object]]]:
     """What the executor reads, called without the model around it, which takes seconds to make."""
     from executor.commands.commands import _config_file
@@ -173,7 +181,7 @@ def _executor_readers(at: Path, good: Path) -> dict[str, tuple[str, Callable[[Pa
         "safetensors": (".safetensors", weights("model.safetensors")),
         "index of shards": (".json", weights("model.safetensors.index.json")),
         "tokenizer": (".json", lambda m: load_tokenizer(ModelSource("folder", None, beside(at, "tokenizer.json", m)))),
-        "prompts": (".txt", lambda m: file_prompts(m, trace, None)),
+        "prompts": (".txt", lambda m: file_prompts(m, trace, ThreeTokens, 100)),
     }
 
 

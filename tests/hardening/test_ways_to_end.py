@@ -331,3 +331,23 @@ def test_a_signal_to_the_tests_ends_them_and_not_the_command_that_they_run(numbe
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in done.stderr), done
     assert "went on" not in done.stdout
+
+
+@pytest.mark.parametrize("room", [0, 100, 9000])
+def test_a_disk_that_is_full_while_a_figure_is_drawn_is_one_line(tmp_path: Path, room: int) -> None:
+    """matplotlib's PDF writer falls over its own tidying up there, with an AttributeError."""
+    resource = pytest.importorskip("resource")
+    from metrics.drawing.figure_style import house_style, new_figure, save
+    from metrics.run_folder.columns import MetricsError
+
+    with house_style():
+        figure, panels = new_figure(3, 2)
+        panels[0, 0].plot(range(1000))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.raises(MetricsError, match="cannot be written"):
+                save(figure, tmp_path, "figure")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -20,7 +20,10 @@ from metrics.measures.summary_keys import keys_table
 from metrics.measures.token_times import TokenTimes
 from metrics.run_folder.columns import TABLES, columns_table
 from policies.work.request import Request
+from simulator.config import ReplayConfig
+from simulator.simulation import replay
 from tests.metrics.sample_runs import S, three_requests
+from tests.simulator.constant_cost import ConstantCost, trace_of
 
 CONFIG = {
     "world": "simulated",
@@ -305,3 +308,26 @@ def test_gaps_by_cohort_equal_gaps_token_by_token(history, bound, statistic) -> 
     nobody = np.full(len(own), np.nan)
     met = requests_within(parse_slo(f"tbt_{statistic}={bound}e-9"), {"tpot": nobody}, tokens)
     assert met.tolist() == within
+
+
+def test_the_parts_of_a_run_have_the_token_times_of_the_run_and_no_more() -> None:
+    """Requests dealt to parts in turn: each part's gaps are those that the whole finds for it, and together the parts
+    hold no more times than tokens were delivered, so that thousands of classes cost what one does."""
+    trace = trace_of([(0.1 * i, 20 + 7 * i % 50, 5 + i % 9) for i in range(40)])
+    config = ReplayConfig(num_blocks=24, block_size=4, policy="vllm_v1")
+    run = replay(trace, config, cost=ConstantCost(device_ns=300_000_000, per_row_ns=1_000_003)).tables
+    assert run.column("requests", "preemptions").sum() > 0
+    whole = TokenTimes(run)
+    parts = [np.arange(start, 40, 7) for start in range(7)]
+    held = 0
+    for rows, part in zip(parts, whole.split(parts)):
+        wanted = np.zeros(40, dtype=bool)
+        wanted[rows] = True
+        expected, found = whole.gaps(wanted), part.gaps(np.ones(len(rows), dtype=bool))
+        assert (found.ns.tolist(), found.count.tolist()) == (expected.ns.tolist(), expected.count.tolist())
+        assert part.tokens_per_request().tolist() == whole.tokens_per_request()[rows].tolist()
+        assert part.gaps_above(400_000_000).tolist() == whole.gaps_above(400_000_000)[rows].tolist()
+        assert part.delivered(2_000_000_000) == whole.delivered(2_000_000_000, wanted)
+        assert part.of_request(1).tolist() == whole.of_request(int(rows[1])).tolist()
+        held += len(part.times_ns)
+    assert held <= whole.tokens_per_request().sum()

@@ -161,6 +161,8 @@ def test_the_command_prints_a_verdict_and_ends_with_it(file, tmp_path):
     assert fine.exit_code == 0, fine.output
     assert "ok    your trace: leaps against plain planning: 1 runs" in fine.output
     assert fine.output.endswith("mine.py:Fine: nothing found\n")
+    knobs = CliRunner().invoke(app, ["check", f"{file}:Fine", "--chunk-size", "none"])
+    assert "knob chunk_size: found 'none', expected int" in str(knobs.exception)
     wrong = CliRunner().invoke(app, ["check", f"{file}:Timed", "--json"])
     verdict = json.loads(wrong.output)
     assert (wrong.exit_code, verdict["holds"]) == (1, False)

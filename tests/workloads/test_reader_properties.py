@@ -287,3 +287,16 @@ def test_a_written_trace_reads_back_equal(tmp_path: Path, trace: Trace, ending: 
         assert expected is None or list(expected) == list(found), name
     with cell_by_cell():
         assert read_trace(path).same_requests(again)
+
+
+def test_a_limit_and_odd_bytes_change_no_rows_meaning(tmp_path: Path) -> None:
+    """Dates are told by the file's first rows, not by those that a limit leaves; only a line end ends a row."""
+    path = tmp_path / "t.csv"
+    rows = ["-1,5,5\n", "q,5,5\n", *(f"2023-11-16 18:15:{second:02},{5 + second},5\n" for second in range(9))]
+    path.write_text("timestamp,prompt,output\n" + "".join(rows))
+    whole = read_trace(path, on_bad_row="skip")
+    assert read_trace(path, on_bad_row="skip", limit=2).same_requests(whole.head(2))
+    for mark in ("", '3,"7",7\n'):  # from the first quote on, lines are split one by one
+        path.write_text("arrival_s,prompt,output\n" + "0,5,5\n" + mark + "4,\x1e6,5\n5,8\r,5\n6,\x85,5\n7,9,5\n")
+        trace = read_trace(path, on_bad_row="skip")
+        assert trace.prompt_tokens.tolist() == ([5, 7, 6, 8, 9] if mark else [5, 6, 8, 9])

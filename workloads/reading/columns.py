@@ -61,8 +61,6 @@ class Columns:
         unless bad rows are skipped."""
         understood: dict[str, Any] = {}
         problems: dict[int, str] = {}
-        if self._dated is None and "arrival" in self.found and len(chunk.rows):
-            self._dated = _are_dates(chunk.cells[self.found["arrival"].column])
         for meaning, field in self.found.items():
             raw = chunk.cells[field.column]
             values, bad = self._column(meaning, field, raw)
@@ -88,6 +86,11 @@ class Columns:
             self._parts[meaning].append(column)
             self._bytes += column.nbytes if not isinstance(column, list) else 56 * len(column)
         self._refuse_too_much()
+
+    def look_at(self, chunk: Chunk) -> None:
+        """Before a chunk is cut for a limit: its first rows tell whether arrivals are dates, whatever is asked for."""
+        if self._dated is None and "arrival" in self.found and len(chunk.rows):
+            self._dated = _are_dates(chunk.cells[self.found["arrival"].column])
 
     def notes(self) -> list[str]:
         """How many rows were skipped, and the first few reasons."""

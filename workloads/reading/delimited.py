@@ -21,6 +21,7 @@ _MAX_COLUMNS = 4096
 _MOST_LINES = 100
 """Over so many lines a quoted cell may go."""
 _ROWS = 1 << 14
+_BLANK = " \t\n\r\x0b\x0c"
 
 
 class DelimitedTable:
@@ -148,7 +149,7 @@ class DelimitedTable:
             line, text = ahead.pop(0) if ahead else next(lines, (0, ""))
             if not line:
                 return
-            if not text.strip():
+            if not text.strip(_BLANK):
                 continue
             cells, problem = self._cells(text)
             if cells is None and text.count('"') % 2:
@@ -163,8 +164,10 @@ class DelimitedTable:
             yield line, cells, problem
 
     def _cells(self, text: str) -> tuple[list[str] | None, str]:
+        if '"' not in text:
+            return text.split(self.delimiter), ""
         try:
-            return next(csv.reader(text.splitlines(keepends=True), delimiter=self.delimiter, strict=True)), ""
+            return next(csv.reader([text], delimiter=self.delimiter, strict=True)), ""
         except (csv.Error, StopIteration) as error:
             return None, self._not_cells(f"found a line that cannot be split into cells ({error})")
 

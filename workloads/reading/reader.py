@@ -176,6 +176,7 @@ def _columns(table: Table, found: dict[str, Field], options: Options, part: Part
     part.begin(found, options)
     wanted = list(dict.fromkeys(field.column for field in found.values()))
     for chunk in table.chunks(wanted):
+        columns.look_at(chunk)
         while part.wants_more and (len(chunk.rows) or chunk.bad):
             some, chunk = chunk.cut(part.rows_at_once(len(chunk.rows)))
             columns.add(some, part.keep)

@@ -162,11 +162,19 @@ def read_client(trace_path: Path) -> Client:
     )
 
 
+def _rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each line; TraceError for a cell that no reader takes."""
+    try:
+        yield from enumerate(csv.reader(text.splitlines()), 1)
+    except csv.Error as error:
+        raise TraceError(f"{path}: cannot be read as CSV: {error}") from None
+
+
 def _windows(path: Path) -> list[tuple[float, float, str, float]]:
     """(start, rate, kind, shape) per line; a line is: window start, rate, CV, distribution or empty, shape, scale."""
     text = open_source(path).whole(MAX_WHOLE).decode("utf-8", "replace")
     windows = []
-    for row, cells in enumerate(csv.reader(text.splitlines()), 1):
+    for row, cells in _rows(text, path):
         if not cells:
             continue
         where = f"{path}, row {row}"
