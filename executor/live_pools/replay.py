@@ -147,7 +147,8 @@ def _decode(connection: Connection, memory: torch.Tensor, config: LiveConfig, lo
 def _result(
     trace: Trace, engine: PrefillEngine, copies: list[tuple[int, float]], config: LiveConfig, decoding: LiveConfig
 ) -> PoolsRun:
-    arrival = {row: (0 if config.as_fast_as_possible else int(at)) for row, at in enumerate(trace.arrival_ns.tolist())}
+    scale = 0.0 if config.as_fast_as_possible else config.time_scale
+    arrival = {row: round(int(at) * scale) for row, at in enumerate(trace.arrival_ns.tolist())}
     ended = engine.ended
     moved = sorted((each.moved for each in ended.values() if each.moved), key=lambda move: move.begun_ns)
     return PoolsRun(

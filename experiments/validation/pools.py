@@ -16,6 +16,7 @@ from experiments.validation.comparing.hand_overs import HandOvers, compare_hand_
 if TYPE_CHECKING:
     from executor.config import LiveConfig
     from executor.live_pools import PoolsRun
+    from profiler.cost_model import CostModel
     from workloads.trace import Trace
 
 
@@ -55,7 +56,12 @@ def live_pools_command(
     found = compare_hand_overs(run)
     facts: dict[str, Any] = {"hand_overs": found.as_dict(), "live": measured(run)}
     if cost_model is not None:
-        facts["simulated"] = simulated(requests, config, decode_policy, decode_blocks, found, cost_model)
+        from profiler.iterations.iteration_file import read_fit
+        from profiler.iterations.iteration_model import IterationModel
+
+        costs = IterationModel(read_fit(cost_model))
+        device = str(cost_model.parent / "device.toml")
+        facts["simulated"] = simulated(requests, config, decode_policy, decode_blocks, found, device, costs)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -74,11 +80,18 @@ def measured(run: PoolsRun) -> dict[str, float]:
 
 
 def simulated(
-    trace: Trace, config: LiveConfig, decode_policy: str, decode_blocks: int, found: HandOvers, cost_model: Path
+    trace: Trace,
+    config: LiveConfig,
+    decode_policy: str,
+    decode_blocks: int,
+    found: HandOvers,
+    device: str,
+    cost: CostModel | None = None,
 ) -> dict[str, float]:
-    """The same of the simulator: two pools of one replica, a link fitted before the run, costs as measured here."""
-    from profiler.iterations.iteration_file import read_fit
-    from profiler.iterations.iteration_model import IterationModel
+    """The same of the simulator: two pools of one replica, the link that was fitted before the run, and costs as given.
+
+    device: a GPU's name or a hardware table. cost: of both pools; the roofline if not given.
+    """
     from simulator import ReplayConfig, replay
 
     pools: tuple[Mapping[str, Any], ...] = (
@@ -87,12 +100,12 @@ def simulated(
     )
     scaled = trace.scaled(1.0 / config.time_scale) if config.time_scale != 1.0 else trace
     settings = ReplayConfig(
-        model=config.model, gpu=str(cost_model.parent / "device.toml"), dtype="float32", policy=config.policy,
+        model=config.model, gpu=device, dtype="float32", policy=config.policy,
         num_blocks=config.num_blocks, block_size=config.block_size, pools=pools,
         kv_latency_s=found.link.latency_s, kv_bandwidth=found.link.bytes_per_s,
     )  # fmt: skip
-    summary = replay(scaled, settings, cost=IterationModel(read_fit(cost_model))).summary
-    moved = summary.get("disaggregation") or summary
+    run = replay(scaled, settings, cost=cost)
+    summary, moved = run.summary, run.config["cluster"]["kv"]
     return {
         "finished": float(summary["finished"]),
         "ttft_s_p50": float(summary["ttft_s_p50"]),

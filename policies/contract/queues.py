@@ -35,6 +35,7 @@ class Queues:
         "_partial",
         "changes",
         "decode_tokens_promised",
+        "holding",
         "in_flight_batches",
         "in_front",
         "in_host_memory",
@@ -48,6 +49,8 @@ class Queues:
     def __init__(self, host: Host) -> None:
         self.waiting: deque[Track] = deque()
         self.in_front: set[Track] = set()
+        # Those of them that hold blocks, because their KV was handed over; the first of `waiting`, in that order.
+        self.holding: dict[Track, None] = {}
         # Admission order: cohorts, and prompts half done. One list for all, in flight or not; whoever changes it calls
         # `parts_changed`.
         self.parts: list[Cohort | Track] = []
@@ -173,7 +176,9 @@ class Queues:
         and would only keep it from others."""
         self.changes += 1
         self.in_front.add(track)
-        _put_in(self.waiting, track)
+        self.waiting.insert(len(self.holding), track)
+        if track.blocks:
+            self.holding[track] = None
         if self._by_class is not None:
             _put_in(self._class_of(track), track)
         if self._by_priority is not None:
@@ -182,6 +187,7 @@ class Queues:
     def dequeue(self, track: Track) -> None:
         _take_out(self.waiting, track)
         self.in_front.discard(track)
+        self.holding.pop(track, None)
         self.changes += 1
         if self._by_class is not None:
             of_class = self._class_of(track)

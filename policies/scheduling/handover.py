@@ -13,6 +13,7 @@ if nothing runs and nothing else could; their KV is recomputed then.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from policies.edges.errors import PolicyError
@@ -74,11 +75,11 @@ class Handover:
         free -= ledger.admission_blocks(track, track.computed, tokens)
         if free < 0:
             return False
-        for waiting in scheduler.queues.waiting:
-            if not waiting.blocks:
-                free -= ledger.admission_blocks(waiting, ledger.cached_tokens(waiting), self._tokens(waiting))
-                if free < 0:
-                    return False
+        queues = scheduler.queues
+        for waiting in islice(queues.waiting, len(queues.holding), None):
+            free -= ledger.admission_blocks(waiting, ledger.cached_tokens(waiting), self._tokens(waiting))
+            if free < 0:
+                return False
         ledger.admit(track, track.computed)
         ledger.extend(track, tokens)
         return True
@@ -102,12 +103,13 @@ class Handover:
     def reclaim(self) -> bool:
         """Take back the blocks of the last waiting request that holds some; False if none does."""
         scheduler = self._scheduler
-        for track in reversed(scheduler.queues.waiting):
-            if track.blocks:
-                scheduler.queues.prefill_tokens += track.computed
-                track.computed = 0
-                scheduler.ledger.release(track)
-                scheduler.queues.changes += 1
-                self.gave_back = True
-                return True
-        return False
+        queues = scheduler.queues
+        if not queues.holding:
+            return False
+        track, _ = queues.holding.popitem()
+        queues.prefill_tokens += track.computed
+        track.computed = 0
+        scheduler.ledger.release(track)
+        queues.changes += 1
+        self.gave_back = True
+        return True

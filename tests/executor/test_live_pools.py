@@ -92,3 +92,39 @@ def test_what_cannot_be_handed_over_is_refused(options: dict[str, object], words
 
     with pytest.raises(ExecutorError, match=words):
         replay_pools(small(), replace(CONFIG, **options))  # type: ignore[arg-type]
+
+
+def test_times_count_from_arrivals_as_they_were_stretched() -> None:
+    """Arrival at 2 s, three times as slow: a first token at 7 s has taken one."""
+    from dataclasses import replace
+    from types import SimpleNamespace
+
+    from executor.live_pools.engines import Ended
+    from executor.live_pools.replay import _result
+
+    late = Trace("late", np.array([2_000_000_000]), np.array([9]), np.array([3]), np.array([3]))
+    engine = SimpleNamespace(
+        ended={0: Ended(0, "finished", "", [1, 2, 3], 9_000_000_000, None)}, first_token_ns={0: 7_000_000_000}
+    )
+    for config, ttft_s in ((replace(CONFIG, as_fast_as_possible=False, time_scale=3.0), 1.0), (CONFIG, 7.0)):
+        run = _result(late, engine, [], config, config)  # type: ignore[arg-type]
+        assert (run.ttft_s, run.e2e_s) == ({0: ttft_s}, {0: ttft_s + 2.0})
+
+
+def test_the_simulated_pools_have_the_link_of_the_live_ones() -> None:
+    """Alone on the link, 90 tokens of 2 KiB take 1 ms and 92,160 ns at 2 GB/s."""
+    from experiments.validation.comparing.hand_overs import HandOvers, Link
+    from experiments.validation.pools import lines_of, measured, simulated
+
+    one = Trace("one", np.zeros(1), np.array([90]), np.array([4]), np.array([4]))
+    found = HandOvers(1, 184_320, Link(1e-3, 2e9), 1e-3, 1e-3, 0.0, 0.0, 0.0)
+    facts = simulated(one, CONFIG, "chunked", 40, found, "h100")
+    assert facts["finished"] == 1
+    assert facts["after_prompt_s_mean"] == pytest.approx(1e-3 + 90 * 2048 / 2e9, rel=0.01)
+    assert facts["e2e_s_p50"] > facts["ttft_s_p50"] + 1e-3
+    moved = [Moved(0, 90, 184_320, 5_000_000, 6_000_000, 8_000_000, 200_000)]
+    live = measured(PoolsRun({0: [1]}, {0: "finished"}, {0: 0.004}, {0: 0.02}, moved, []))
+    assert live["after_prompt_s_mean"] == pytest.approx(3e-3)
+    lines = lines_of(found, {"live": live, "simulated": facts})
+    assert lines[-2].startswith("live: 1 finished, TTFT 4.0 ms, E2E 20.0 ms")
+    assert lines[-1].startswith("simulated: 1 finished")

@@ -105,9 +105,11 @@ def _iterations(run: RunTables, start: float, end: float) -> dict[str, float]:
     rows = [row for row in run.frame("iterations").to_dict("records") if row["end_s"] > start]
     plans = defaultdict(list)
     for row in run.frame("iterations").to_dict("records"):
-        plans[row["replica"]].append(row["planned_s"])
+        plans[row["replica"]].append((row["iteration"], row["planned_s"]))
+    # Until the next plan, which may follow at the same moment where planning runs ahead.
     held = [
-        min([row["end_s"], *(at for at in plans[row["replica"]] if at > row["planned_s"])]) - row["planned_s"]
+        min([row["end_s"], *(at for number, at in plans[row["replica"]] if number > row["iteration"])])
+        - row["planned_s"]
         for row in rows
     ]
     pools, lives = run.config["pools"], run.config["cluster"]["lives"]

@@ -153,6 +153,14 @@ def test_prompts_whose_kv_moves(kv_bandwidth: float) -> None:
     assert growth(make) < MOST
 
 
+def test_arrived_kv_waits_for_a_slot() -> None:
+    def make(n: int) -> tuple[Trace, dict[str, Any]]:
+        pools = ({"role": "prefill"}, {"role": "decode", "max_num_seqs": 2})
+        return burst(n), {"pools": pools, "kv_bandwidth": 1e12, "num_blocks": 40 * n}
+
+    assert growth(make, few=150) < MOST
+
+
 @pytest.mark.parametrize("by", ["queue", "slo"])
 def test_a_pool_that_grows_looks_at_long_queues(by: str) -> None:
     def make(n: int) -> tuple[Trace, dict[str, Any]]:
