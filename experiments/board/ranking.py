@@ -23,23 +23,30 @@ def rankings() -> list[dict[str, Any]]:
 
 
 def study(folder: Path) -> list[dict[str, Any]]:
-    """The rows of one study: settings.json, model.json, device.toml, live.csv and a trace a load in one folder."""
+    """The rows of one study: study.json, model.json, device.toml, live.csv and a trace a load in one folder."""
     from experiments.errors import ExperimentError
 
-    settings = read_json(folder / "settings.json", ExperimentError)
+    about = read_json(folder / "study.json", ExperimentError)
     with (folder / "live.csv").open(encoding="utf-8", newline="") as lines:
         live = list(csv.DictReader(lines))
     found = []
     for load in sorted({row["load"] for row in live}, key=float):
         policies = list(dict.fromkeys(row["policy"] for row in live if row["load"] == load))
-        simulated = {policy: simulate(folder, settings, load, policy) for policy in policies}
+        simulated = {policy: simulate(folder, about["replay"], load, policy) for policy in policies}
         for statistic in STATISTICS:
             repeats = {
                 policy: [float(row[statistic]) for row in live if (row["load"], row["policy"]) == (load, policy)]
                 for policy in policies
             }
             predicted = {policy: float(simulated[policy][statistic]) for policy in policies}
-            found.append({"study": folder.name, "load": float(load), **rank(statistic, repeats, predicted)})
+            found.append(
+                {
+                    "study": folder.name,
+                    "note": about["note"],
+                    "load": float(load),
+                    **rank(statistic, repeats, predicted),
+                }
+            )
     return found
 
 
@@ -68,9 +75,8 @@ def rank(statistic: str, repeats: dict[str, list[float]], predicted: dict[str, f
         pair for pair in decided if (means[pair[0]] < means[pair[1]]) == (predicted[pair[0]] < predicted[pair[1]])
     ]
     live_order, simulated_order = sorted(means, key=means.__getitem__), sorted(predicted, key=predicted.__getitem__)
-    winner = simulated_order[0]
-    # Live runs know no better where the named winner's repeats reach into those of the best.
-    named = winner == live_order[0] or min(repeats[winner]) <= max(repeats[live_order[0]])
+    best = live_order[0]
+    known = all(max(repeats[best]) < min(repeats[other]) for other in repeats if other != best)
     return {
         "statistic": statistic,
         "live_order": live_order,
@@ -78,5 +84,6 @@ def rank(statistic: str, repeats: dict[str, list[float]], predicted: dict[str, f
         "pairs": len(repeats) * (len(repeats) - 1) // 2,
         "decided": len(decided),
         "agreed": len(agreed),
-        "winner_named": named,
+        # None where the live repeats single out no winner.
+        "winner_named": simulated_order[0] == best if known else None,
     }

@@ -16,6 +16,7 @@ import numpy as np
 
 from profiler.measurements.engine_runs import ClosedLoopRun, RateRun, closed_loop_runs, rate_runs
 from simulator import ReplayConfig, replay
+from simulator.cluster.pools import make_cluster_plan
 from workloads import Trace
 
 ROUNDS = 4
@@ -51,6 +52,7 @@ class Predicted:
     """One row: measured and predicted, in seconds (rates in requests/s), by name of the statistic.
 
     ttft_band: lowest and highest predicted mean TTFT over spreads of first arrivals; None where arrivals are known.
+    intervals: from P5 to P95 over draws of kernels, host, clocks and front end, where draws were asked for.
     """
 
     id: str
@@ -59,6 +61,12 @@ class Predicted:
     measured: Mapping[str, float]
     predicted: Mapping[str, float]
     ttft_band: tuple[float, float] | None = None
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def inside(self, name: str) -> bool:
+        """Whether what was measured lies within the interval."""
+        low, high = self.intervals[name]
+        return low <= self.measured[name] <= high
 
     def error(self, name: str) -> float:
         return self.predicted[name] / self.measured[name] - 1
@@ -83,23 +91,27 @@ def known_rates(half: str = "both") -> list[RateRun]:
     return [run for run in rate_runs() if half in ("both", run.half)]
 
 
-def predict_loop(run: ClosedLoopRun, variant: Variant, engine: str | None = None) -> Predicted:
-    """A closed loop, first arrivals at once and spread over one E2E."""
+def predict_loop(run: ClosedLoopRun, variant: Variant, engine: str | None = None, draws: int = 0) -> Predicted:
+    """A closed loop, first arrivals at once and spread over one E2E; draws: of the costs, for intervals."""
     config = _config(run, variant, engine)
     burst = _means(replay(_loop(run, 0.0), config), run.concurrency)
-    spread = _means(replay(_loop(run, burst["e2e"]), config), run.concurrency)
+    trace = _loop(run, burst["e2e"])
+    spread = _means(replay(trace, config), run.concurrency)
+    intervals = _intervals(trace, config, run.concurrency, draws)
     measured = {"ttft": run.ttft_ms / 1e3, "tpot": run.tpot_ms / 1e3, "e2e": run.e2e_ms / 1e3}
     band = sorted((burst["ttft"], spread["ttft"]))
     group = f"{run.model} {run.dtype} {run.gpu} tp{run.tp}, {run.engine} {run.version}"
-    return Predicted(run.id, run.half, group, measured, spread, (band[0], band[1]))
+    return Predicted(run.id, run.half, group, measured, spread, (band[0], band[1]), intervals)
 
 
-def predict_rate(run: RateRun, variant: Variant, engine: str | None = None, seed: int = 0) -> Predicted:
+def predict_rate(run: RateRun, variant: Variant, engine: str | None = None, draws: int = 0, seed: int = 0) -> Predicted:
     """A rate over HTTP: Poisson arrivals below saturation; beyond it as many in flight as the client keeps."""
     config = _config(run, variant, engine)
     saturated = run.achieved_rate < SATURATED * run.requested_rate
-    result = replay(_saturated(run) if saturated else _open(run, seed), config)
-    predicted = _means(result, STREAMS if saturated else 0)
+    trace = _saturated(run) if saturated else _open(run, seed)
+    result = replay(trace, config)
+    left_out = STREAMS if saturated else 0
+    predicted = _means(result, left_out)
     measured = {"ttft": run.ttft_mean_s, "e2e": run.e2e_mean_s}
     measured["tpot"] = (run.e2e_mean_s - run.ttft_mean_s) / (run.output_mean - 1)
     if saturated:
@@ -108,7 +120,21 @@ def predict_rate(run: RateRun, variant: Variant, engine: str | None = None, seed
         measured["rate"] = run.requests_per_s
     kind = "saturated" if saturated else "below saturation"
     group = f"{run.model} {run.gpu} over HTTP, {run.engine} {run.version}, {kind}"
-    return Predicted(run.id, run.half, group, measured, predicted)
+    intervals = _intervals(trace, config, left_out, draws)
+    return Predicted(run.id, run.half, group, measured, predicted, None, intervals)
+
+
+def _intervals(trace: Trace, config: ReplayConfig, left_out: int, draws: int) -> dict[str, tuple[float, float]]:
+    """P5 and P95 of the means over draws of the costs; empty without draws."""
+    if not draws:
+        return {}
+    plan = make_cluster_plan(config, trace)
+    drawn = [_means(replay(trace, config, plan=plan.drawn(seed)), left_out) for seed in range(draws)]
+    found = {}
+    for name in drawn[0]:
+        low, high = np.percentile([one[name] for one in drawn], [5, 95])
+        found[name] = (float(low), float(high))
+    return found
 
 
 def _config(run: ClosedLoopRun | RateRun, variant: Variant, engine: str | None) -> ReplayConfig:

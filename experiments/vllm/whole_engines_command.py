@@ -21,6 +21,9 @@ def engines(
     engine: Annotated[str | None, typer.Option(help="Engine for all rows; each row's own by default.")] = None,
     term: Annotated[list[str] | None, typer.Option(help="Change a term, as host_tp_step_us=0; repeatable.")] = None,
     ablation: Annotated[bool, typer.Option(help="One line for each effect switched off.")] = False,
+    runs: Annotated[
+        int, typer.Option(help="Draws of the costs: how many rows their 90 % intervals hold.", min=0, max=1000)
+    ] = 0,
     rows: Annotated[bool, typer.Option(help="One line for each row.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
@@ -36,7 +39,7 @@ def engines(
     report: dict[str, Any] = {}
     for variant in variants:
         changed = Variant(variant.name, {**terms, **variant.terms}, variant.options)
-        found = _predict(half, changed, engine)
+        found = _predict(half, changed, engine, runs)
         report[variant.name] = _facts(found, rows)
         if not as_json:
             _print(variant.name, found, rows)
@@ -46,11 +49,11 @@ def engines(
         print(json.dumps(json_ready(report), indent=2))
 
 
-def _predict(half: str, variant: Variant, engine: str | None) -> list[Predicted]:
+def _predict(half: str, variant: Variant, engine: str | None, draws: int) -> list[Predicted]:
     from experiments.vllm.whole_engines import known_loops, known_rates, predict_loop, predict_rate
 
-    loops = [predict_loop(run, variant, engine) for run in known_loops(half)]
-    return [*loops, *(predict_rate(run, variant, engine) for run in known_rates(half))]
+    loops = [predict_loop(run, variant, engine, draws) for run in known_loops(half)]
+    return [*loops, *(predict_rate(run, variant, engine, draws) for run in known_rates(half))]
 
 
 def _groups(found: Sequence[Predicted]) -> dict[tuple[str, str], list[Predicted]]:
@@ -73,6 +76,8 @@ def _facts(found: Sequence[Predicted], rows: bool) -> list[dict[str, Any]]:
         entry["median_errors"] = median_errors(members)
         if members[0].ttft_band is not None:
             entry["ttft_in_band"] = sum(row.ttft_in_band for row in members)
+        if members[0].intervals:
+            entry["held_by_intervals"] = {name: sum(row.inside(name) for row in members) for name in ("tpot", "e2e")}
         if rows or members[0].ttft_band is None:
             entry["each"] = [
                 {"id": row.id, "measured": row.measured, "predicted": row.predicted, "ttft_band": row.ttft_band}
@@ -94,6 +99,9 @@ def _print(title: str, found: Sequence[Predicted], rows: bool) -> None:
         if members[0].ttft_band is not None:
             band = f"   TTFT within its band: {sum(row.ttft_in_band for row in members)} of {len(members)}"
         print(f"  {group:58}{half:>5}{len(members):6}{cells}{band}")
+        if members[0].intervals:
+            held = ", ".join(f"{name.upper()} {sum(row.inside(name) for row in members)}" for name in ("tpot", "e2e"))
+            print(f"  {'':58}{'':11}held by 90 % intervals of the costs: {held} of {len(members)}")
     for row in found:
         if rows or row.ttft_band is None:
             print(f"    {row.id} ({row.half}): {_line(row)}")

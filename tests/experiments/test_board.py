@@ -70,8 +70,10 @@ def test_a_ranking_counts_decided_pairs_and_names_a_winner_by_hand() -> None:
     found = rank("ttft_s_mean", live, {"a": 1.5, "b": 1.0, "c": 1.2})
     # a and b overlap; c is behind both live, but before a in the simulation.
     assert (found["pairs"], found["decided"], found["agreed"]) == (3, 2, 1)
-    assert found["winner_named"], "b's repeats reach into those of a"
-    assert not rank("ttft_s_mean", live, {"a": 1.5, "b": 1.3, "c": 1.0})["winner_named"]
+    assert found["winner_named"] is None, "b's repeats reach into those of a"
+    known = {**live, "b": [1.3, 1.4]}
+    assert rank("ttft_s_mean", known, {"a": 1.0, "b": 1.3, "c": 1.2})["winner_named"] is True
+    assert rank("ttft_s_mean", known, {"a": 1.5, "b": 1.3, "c": 1.0})["winner_named"] is False
 
 
 def board_of(predicted: float) -> dict[str, object]:

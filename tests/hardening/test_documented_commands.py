@@ -85,6 +85,7 @@ NOT_HERE = {
     r"--device cuda|--nvtx|flash_attn": "a GPU",
     r"experiments coverage": "fits a profile twice: more than a minute",
     r"profiler published --cost-model auto": "every table against every fitted model: minutes",
+    r"experiments live-pools": "two processes: tests/executor/test_live_pools.py",
     r"\.\.\.": "one flag of a command that stands on the page in full",
 }
 """What is only parsed: pattern -> what running it would take."""

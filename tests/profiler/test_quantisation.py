@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from policies import BatchShape
 from profiler import ProfileError, load_cost_model, load_model_spec
 from profiler.specs.hardware import load_hardware
 from profiler.specs.memory_plan import plan_memory
@@ -117,3 +118,14 @@ def test_a_pool_of_windows_holds_more_long_requests() -> None:
     )
     assert short_blocks == whole
     assert long_blocks == pytest.approx(3 * whole, rel=1e-4)
+
+
+def test_costs_of_ones_own_may_serve_quantised_weights(tmp_path: Path) -> None:
+    model = folder(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    (tmp_path / "mine.py").write_text(
+        "from profiler.roofline.roofline import Roofline\n"
+        "def Mine(model, gpu, dtype, kv_dtype, tp):\n"
+        "    return Roofline(model, gpu, dtype=dtype, kv_dtype=kv_dtype, tp=tp)\n"
+    )
+    cost = load_cost_model(model, "h200", cost_model=f"{tmp_path / 'mine.py'}:Mine")
+    assert cost.stage_ns(BatchShape(((100, 0),), sampled=1), 0) > 0

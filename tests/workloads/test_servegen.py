@@ -8,6 +8,7 @@ import pytest
 
 from tests.shared_data import ORIGINALS
 from workloads import TraceError, read_trace
+from workloads.reading import servegen
 from workloads.reading.servegen import Client, arrival_times_s, read_client
 
 SERVEGEN = ORIGINALS / "traces/servegen_r1"
@@ -100,3 +101,21 @@ def test_a_missing_dataset_is_said(tmp_path: Path) -> None:
     (tmp_path / "chunk-0-trace.csv").write_text("0,1,1,,0,0\n")
     with pytest.raises(TraceError, match=r"chunk-0-dataset\.json: cannot be read"):
         read_trace(tmp_path)
+
+
+def test_a_limit_and_a_window_take_a_part_of_what_is_drawn_and_only_that_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"0": {"input_tokens": "{10: 0.5, 20: 0.5}", "output_tokens": "{1: 0.5, 2: 0.5}"}}
+    path = folder(tmp_path, "0,5,1,Gamma,0.5,1\n600,0,1,,0,0\n1200,20,1,,0,0\n", lengths)
+    monkeypatch.setattr(servegen, "_AT_ONCE", 100)  # a client's day in many parts
+    day = read_trace(path, seed=2)
+    assert len(day) > 10_000
+    monkeypatch.setattr(servegen, "_MAX_REQUESTS", 2_000)
+    with pytest.raises(TraceError, match="more than 2,000 requests, expected fewer; pass a narrower --window, or"):
+        read_trace(path, seed=2)
+    assert read_trace(path, seed=2, limit=500).same_requests(day.head(500))
+    window = read_trace(path, seed=2, window_s=(1250, 1300))
+    assert window.same_requests(day.between(1250, 1300))
+    both = read_trace(path, seed=2, window_s=(500, 1300), limit=700)
+    assert both.same_requests(day.between(500, 1300).head(700))
