@@ -31,8 +31,8 @@ from profiler.operators.laws.gemm_law import (
     without_noise,
 )
 from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.physical_floor import GemmFloor
 from profiler.operators.laws.row_curves import RowCurve
-from profiler.operators.physical_floor import GemmFloor
 
 if TYPE_CHECKING:
     import pandas as pd
