@@ -215,9 +215,12 @@ def class_of_another_package(kind: str, group: str, name: str) -> Any:
     for point in points.values():
         MODULES.add(point.module)
         try:
-            return point.load()
-        except Exception as error:
+            found = point.load()
+        except (Exception, SystemExit) as error:  # a module that ends the program would look like success
             raise PolicyError(f"{kind} {name} ({point.value}): {type(error).__name__}: {error}") from error
+        if found is None:
+            raise PolicyError(f"{kind} {name} ({point.value}): found None, expected a class")
+        return found
     return None
 
 
@@ -235,7 +238,7 @@ def class_from_file(kind: str, path: Path, cls: str) -> Any:
     MODULES.add(module_name)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = place_in_file(error, path)
         raise PolicyError(f"{kind} file {path}{line}: {type(error).__name__}: {error}") from error
     if not hasattr(module, cls):

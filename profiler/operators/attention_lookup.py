@@ -16,6 +16,7 @@ Quadrilinear = tuple[
 """The coefficients of a cell, as `attention_cells.polynomials` orders them."""
 
 DECODE_LIMIT = 1024
+"""Decodes in the tables; a row more is that of all beyond, a decode of which costs what one of so many does."""
 TOKEN_LIMIT = 16384
 """Of a chunk in the tables; the pairs of further ones cost the same each."""
 GRAIN = 2.0**-12
@@ -33,7 +34,7 @@ class AttentionLookup:
 
     wide: cells of a decode's context. decode_cells, lines, beyond: cell by context, line by decodes * wide + cell, and
         by decodes what each token that the largest context has more than the mean costs.
-    chunk_starts, context_cells, chunk_cells: of a chunk alone, cell of tokens plus cell of prefix.
+    chunk_starts, prefix_cells, chunk_cells: of a chunk alone, cell of tokens plus cell of prefix.
     beside_starts: of a chunk beside decodes, by tokens, prefix and decodes. beside(at): coefficients of such a cell;
         cells of four axes are many, and few of them are visited: each becomes a tuple when first asked for. None: a
         chunk and decodes cost their sum.
@@ -50,6 +51,7 @@ class AttentionLookup:
         lines: list[Line],
         beyond: list[float],
         chunk_starts: list[int],
+        prefix_cells: list[int],
         context_cells: list[int],
         chunk_cells: list[Bilinear],
         beside_starts: tuple[list[int], list[int], list[int]],
@@ -61,7 +63,8 @@ class AttentionLookup:
         window: int,
     ) -> None:
         self._wide, self._decode_cells, self._lines, self._beyond = wide, decode_cells, lines, beyond
-        self._chunk_starts, self._context_cells, self._chunk_cells = chunk_starts, context_cells, chunk_cells
+        self._chunk_starts, self._prefix_cells, self._chunk_cells = chunk_starts, prefix_cells, chunk_cells
+        self._context_cells = context_cells
         self._by_tokens, self._by_prefix, self._by_decodes = beside_starts
         self._beside = beside
         self._visited: dict[int, Quadrilinear] = {}
@@ -72,7 +75,7 @@ class AttentionLookup:
         """A batch of decodes and nothing else."""
         mean = total / decodes
         cells = self._decode_cells
-        row = decodes if decodes < DECODE_LIMIT else DECODE_LIMIT
+        row = decodes if decodes <= DECODE_LIMIT else DECODE_LIMIT + 1
         at = int(mean)
         base, slope = self._lines[row * self._wide + (cells[at] if at < len(cells) else cells[-1])]
         ns = base + slope * mean
@@ -82,7 +85,7 @@ class AttentionLookup:
 
     def chunk_ns(self, tokens: int, prefix: int) -> float:
         """One chunk and nothing else."""
-        starts, cells = self._chunk_starts, self._context_cells
+        starts, cells = self._chunk_starts, self._prefix_cells
         try:
             at = starts[tokens] + cells[prefix]
         except IndexError:

@@ -98,29 +98,40 @@ class AttentionTables:
         near = self.tokens.knots
 
         # Decodes alone: for every number of decodes, an intercept and a slope in each context cell.
-        counts = np.maximum(np.arange(DECODE_LIMIT + 1, dtype=float), 1)
+        counts = np.clip(np.arange(DECODE_LIMIT + 2, dtype=float), 1, DECODE_LIMIT)
         value = source.decode_us(counts[:, None], self._seen(self.alone.near)[None, :], typical) * 1e3
         value = self._physical(value, 0, 0, counts, self.alone)[0, 0]
-        slope = np.diff(value, axis=1) / np.diff(self.alone.knots)
-        base = value[:, :-1] - slope * self.alone.knots[:-1]
-        self._decode = np.stack([base, slope], axis=-1).reshape(-1, 2)
-        captured = padded(np.arange(DECODE_LIMIT + 1)) if padded else counts
+        lines = [
+            np.stack([one[:, :-1] - slope * self.alone.knots[:-1], slope], axis=-1)
+            for one in (value, _rising(value))
+            for slope in [np.diff(one, axis=1) / np.diff(self.alone.knots)]
+        ]
+        measured = self._measured("decode", counts[:, None], middles(self.alone)[None, :])
+        measured[-1] = False
+        self._decode = np.where(measured[..., None], *lines).reshape(-1, 2)
+        captured = padded(counts.astype(np.int64)) if padded else counts
         self._beyond = source.uneven_decode_us(np.maximum(captured, 1)) * (1e3 if uneven else 0.0)
 
         # One chunk alone, and one chunk beside decodes.
         self.chunks = Axis([*self.tokens.knots, *source.knots("tokens", MOST_ALONE)])
         if source.prefill_law is not None:
             self.chunks = Axis([*self.chunks.knots, *_BLOCKS])
-        chunk = source.prefill_us(self.chunks.knots[:, None], far[None, :]) * 1e3
-        chunk = self._physical(chunk, self.chunks.knots, self.contexts, 0, 0)[:, :, 0, 0]
-        self._chunk = polynomials(chunk, (self.chunks, self.contexts))
+        # A kernel table knows prompts without a prefix alone: they keep their times, whatever one with a prefix takes.
+        self.prefixes = Axis([*self.contexts.near, 1], far=True)
+        chunk = source.prefill_us(self.chunks.knots[:, None], self._seen(self.prefixes.near)[None, :]) * 1e3
+        chunk = self._physical(chunk, self.chunks.knots, self.prefixes, 0, 0)[:, :, 0, 0]
+        self._chunk = self._chunk_cells(chunk)
         self._beside = np.zeros((0, 16))
         if fused:
             grid = np.meshgrid(near, far, self.decodes.near, far, indexing="ij", sparse=True)
             shape = tuple(axis.size for axis in grid)
             everywhere = np.broadcast_to(source.batch_us(*grid, typical) * 1e3, shape)
             everywhere = self._physical(everywhere, near, self.contexts, self.decodes, self.contexts)
-            self._beside = polynomials(everywhere, (self.tokens, self.contexts, self.decodes, self.contexts))
+            axes = (self.tokens, self.contexts, self.decodes, self.contexts)
+            measured = self._measured("mixed", *np.ix_(*map(middles, axes))).ravel()
+            self._beside = polynomials(_rising(everywhere), axes)
+            if measured.any():
+                self._beside = np.where(measured[:, None], polynomials(everywhere, axes), self._beside)
         # A pair of a prompt longer than the table costs what one of the longest there costs.
         longest = float(chunk[self.chunks.knots == TOKEN_LIMIT, 0][0])
         self._pair = longest / further_pairs(TOKEN_LIMIT, 0, 0, self.window)
@@ -144,7 +155,7 @@ class AttentionTables:
         start, slope = self._shares = self._packed(np.arange(TOKEN_LIMIT + 1))
         self._largest_share = (float(start.max()), float(slope.max()))
         by_context = self.contexts.cell
-        self._chunk_starts = (self.chunks.cell * wide, by_context)
+        self._chunk_starts = (self.chunks.cell * self.prefixes.cells, self.prefixes.cell)
         self._beside_starts = (
             self.tokens.cell * first,
             by_context * second,
@@ -166,7 +177,8 @@ class AttentionTables:
             decode_cells=self.alone.starts(1),
             lines=_tuples(self._decode),
             beyond=self._beyond.tolist(),
-            chunk_starts=self.chunks.starts(wide),
+            chunk_starts=self.chunks.starts(self.prefixes.cells),
+            prefix_cells=self.prefixes.starts(1),
             context_cells=self.contexts.starts(1),
             chunk_cells=_tuples(self._chunk),
             beside_starts=(self.tokens.starts(first), self.contexts.starts(second), self.decodes.starts(third)),
@@ -199,8 +211,25 @@ class AttentionTables:
         """The tables of another source, made in the same way."""
         return self._recipe(source)
 
+    def _measured(self, kind: str, *places: Any) -> NDArray[np.bool_]:
+        """Whether this layout was measured around each place."""
+        grid = getattr(self.source, "grids", {}).get(kind) if getattr(self.source, "own", True) else None
+        shape = np.broadcast_shapes(*(np.shape(place) for place in places))
+        return np.zeros(shape, bool) if grid is None else grid.holds(*places)
+
+    def _chunk_cells(self, chunk: Array) -> Array:
+        """A chunk alone: cells as they are where it was measured, and that never fall elsewhere."""
+        axes, rising = (self.chunks, self.prefixes), _rising(chunk)
+        tokens, prefix = middles(self.chunks)[:, None], middles(self.prefixes)[None, :]
+        measured = self._measured("prefill", tokens, prefix)
+        cells = np.where(measured.reshape(-1, 1), polynomials(chunk, axes), polynomials(rising, axes))
+        # Whole prompts lie on the edge of the first cell, whose other edge is a prefix of 1.
+        edge = np.concatenate([chunk[:, :1], rising[:, 1:]], axis=1)
+        whole = self._measured("prefill", tokens, np.zeros((1, 1))) & (np.arange(prefix.size) == 0) & ~measured
+        return np.where(whole.reshape(-1, 1), polynomials(edge, axes), cells)
+
     def _physical(self, ns: Array, *coordinates: Any) -> Array:
-        """Values in the table, no lower than the floor, and those at FAR: as the floor grows, the efficiency stays.
+        """Values in the table, no lower than the floor, and those at FAR: time goes on growing as over the last octave.
 
         coordinates: tokens, prefix, decodes, context, each an Axis, knots, or 0; the result has all four dimensions.
         """
@@ -211,8 +240,10 @@ class AttentionTables:
         found = np.pad(np.reshape(ns, near), more)
         for dimension, (all_of, some) in enumerate(zip(knots, near, strict=True)):
             if len(all_of) > some:
-                values, least = np.moveaxis(found, dimension, 0), np.moveaxis(floor, dimension, 0)
-                values[-1] = values[-2] * (least[-1] / least[-2])
+                values = np.moveaxis(found, dimension, 0)
+                half = int(np.searchsorted(all_of[:-1], all_of[-2] / 2))
+                run = (all_of[-1] - all_of[-2]) / (all_of[-2] - all_of[half])
+                values[-1] = values[-2] + np.maximum(values[-2] - values[half], 0.0) * run
         return np.maximum(found, floor)
 
     def _seen(self, context: Any) -> Any:
@@ -224,7 +255,7 @@ class AttentionTables:
     def decode_ns_of(self, decodes: Column, total: Column, largest: Column) -> Array:
         """`lookup.decode_ns` of many batches, each with at least one decode."""
         mean = total / decodes
-        row = np.minimum(decodes, DECODE_LIMIT)
+        row = np.minimum(decodes, DECODE_LIMIT + 1)
         found = self._decode[row * self.alone.cells + self.alone.of(mean)]
         ns = found[:, 0] + found[:, 1] * mean
         ns += self._beyond[row] * np.maximum(largest - mean, 0.0)
@@ -378,6 +409,18 @@ class AttentionTables:
         rest = zip(decodes.tolist(), total.tolist(), largest.tolist(), strict=True)
         ns = np.array([one(chunks[ends[i] : ends[i + 1]], *batch) for i, batch in enumerate(rest)])
         return ns, np.add.reduceat(tokens, offsets[:-1])
+
+
+def middles(axis: Axis) -> Array:
+    """The middle of every cell."""
+    return np.asarray((axis.knots[1:] + axis.knots[:-1]) / 2)
+
+
+def _rising(values: Array) -> Array:
+    """The largest of all values at no larger coordinates: what never falls."""
+    for dimension in range(values.ndim):
+        values = np.maximum.accumulate(values, axis=dimension)
+    return values
 
 
 def further_pairs_of(tokens: Column, prefix: Column, window: int) -> Column:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from profiler.errors import ProfileError
 from profiler.evidence import BY_LAW, BY_LINK, BY_OTHER_WIDTH, BY_ROOFLINE
 from profiler.operators.attention_tables import AttentionTables
-from profiler.operators.composed_engine import Engine, Operator, Region
+from profiler.operators.composed_engine import Engine, Operator, Region, RisingTerms
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel
 from profiler.operators.fitting.device_fit import DeviceFit
@@ -166,7 +166,7 @@ class _Parts:
 
     def _group(self, parts: dict[str, Operator]) -> Callable[[Array], Mapping[str, Array]]:
         self.operators |= parts
-        return lambda rows: {name: operator(rows) for name, operator in parts.items()}
+        return RisingTerms(lambda rows: {name: operator(rows) for name, operator in parts.items()}, parts)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 

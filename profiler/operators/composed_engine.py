@@ -16,6 +16,7 @@ from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
 from profiler.operators.physical_floor import GemmFloor
+from profiler.roofline.row_table import TABLED_ROWS
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
 
@@ -35,6 +36,33 @@ class Operator:
     def times(self, count: float) -> Operator:
         """So many of them."""
         return replace(self, us=lambda rows: count * self.us(rows))
+
+
+class RisingTerms:
+    """Row terms as they are where they were measured, and never less than those of fewer rows elsewhere."""
+
+    def __init__(self, terms: RowTerms, operators: Mapping[str, Operator]) -> None:
+        self._terms, self._operators = terms, operators
+        self._most: dict[str, NDArray[np.float64]] = {}
+        self._size = 0
+
+    def __call__(self, rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+        terms = dict(self._terms(rows))
+        outside = {
+            name: ~np.broadcast_to(self._operators[name].measured(rows), rows.shape)
+            for name in terms
+            if name in self._operators
+        }
+        if not any(mask.any() for mask in outside.values()):
+            return terms
+        at = np.minimum(rows, TABLED_ROWS).astype(np.int64)
+        if int(at.max()) >= self._size:
+            self._size = min(max(int(at.max()) + 1, 2 * self._size), TABLED_ROWS + 1)
+            each = self._terms(np.arange(self._size, dtype=np.float64))
+            self._most = {name: np.maximum.accumulate(us) for name, us in each.items()}
+        for name, mask in outside.items():
+            terms[name] = np.where(mask, np.maximum(terms[name], self._most[name].take(at)), terms[name])
+        return terms
 
 
 @dataclass(frozen=True)

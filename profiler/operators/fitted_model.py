@@ -14,12 +14,12 @@ from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.evidence import ASSUMED, BY_LAW, BY_LINK, BY_OTHER_LAYOUT, Part
 from profiler.operators.attention_lookup import AttentionLookup
-from profiler.operators.composed_engine import Engine, RowTerms
+from profiler.operators.composed_engine import Engine, RisingTerms, RowTerms
 from profiler.operators.drawn_errors import DrawnAttention, ErrorField
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.fitting.error_sizes import Spread
 from profiler.operators.laws.measured_grid import MeasuredGrid
-from profiler.roofline.row_table import RowTable
+from profiler.roofline.row_table import TABLED_ROWS, RowTable
 from profiler.specs.shape_columns import ShapeColumns
 
 Column = NDArray[np.int64]
@@ -409,7 +409,11 @@ class FittedModel:
             return factor if gemm is None or shape is None else factor * gemm.factors(rows, *shape)[:, 0, 0]
 
         def scaled(terms: RowTerms) -> RowTerms:
-            return lambda rows: {name: us * off(name, rows) for name, us in terms(rows).items()}
+            # Beyond the tables an error stays what it was at their end.
+            return RisingTerms(
+                lambda rows: {name: us * off(name, np.minimum(rows, TABLED_ROWS)) for name, us in terms(rows).items()},
+                engine.operators,
+            )
 
         source = DrawnAttention(engine.attention, fields, drawn)
         slower, terms = drawn.get("host", 1.0), asdict(engine.terms)

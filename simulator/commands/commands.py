@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from policies.edges.command_line import failure_line, knob_flags, tell_notes
+from policies.edges.command_line import failure_line, knob_flags, one_line, tell_notes
 from policies.edges.distinct_names import distinct_names, folder_names
+from policies.edges.errors import PolicyError
 from policies.edges.input_digests import changed_inputs, digests_of
 from policies.registry import BUILT_IN, knobs_of, policy_class, policy_names
 from simulator.commands import options as o
@@ -209,10 +211,11 @@ def policies_command(as_json: o.Json = False) -> None:
     """List every policy with its knobs, defaults, paper and rule."""
     rows = []
     for name in policy_names():
-        cls = policy_class(name)
-        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
-        rule = " ".join((cls.__doc__ or "").split())
-        rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
+        with _others_may_be_broken():
+            cls = policy_class(name)
+            knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in knobs_of(cls).values()}
+            rule = " ".join((cls.__doc__ or "").split())
+            rows.append({"policy": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
     list_pages("policy", "--", rows, as_json)
 
 
@@ -223,10 +226,21 @@ def routers_command(as_json: o.Json = False) -> None:
 
     rows = []
     for name in router_names():
-        cls = router_class(name)
-        knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
-        rows.append({"router": name, "rule": " ".join((cls.__doc__ or "").split()), "paper": cls.paper, "knobs": knobs})
+        with _others_may_be_broken():
+            cls = router_class(name)
+            knobs = {knob.name: {"default": knob.default, "help": knob.help} for knob in router_knobs(name).values()}
+            rule = " ".join((cls.__doc__ or "").split())
+            rows.append({"router": name, "rule": rule, "paper": cls.paper, "knobs": knobs})
     list_pages("router", "--router-knob ", rows, as_json)
+
+
+@contextlib.contextmanager
+def _others_may_be_broken() -> Iterator[None]:
+    """One package whose entry point cannot be loaded does not hide those of all others."""
+    try:
+        yield
+    except (PolicyError, SimulationError) as error:
+        tell_notes([one_line(error)])
 
 
 def _timeline_window(text: str | None, follow: int | None) -> Any:

@@ -105,6 +105,7 @@ def test_an_original_run_is_the_carried_one() -> None:
     assert carried.trace().head(40).same_requests(original.trace())
 
 
+@pytest.mark.originals
 @pytest.mark.parametrize("name", ["RTX4090/Llama-3.1-8B", "RTXPRO6000/Llama-3.1-8B", "RTXPRO6000/Qwen3-32B"])
 def test_whole_original_runs_are_the_carried_ones(name: str) -> None:
     original, carried = read_vllm_run(shared(f"traces/vllm_runs/{name}")), read_vllm_run(VLLM_RUNS / name)

@@ -18,7 +18,7 @@ KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {},
         {"max_batch_size": 2},
         {"max_batch_size": 3, "keep_finished": False, "max_delay_s": 0.2},
-        {"reserve": "longest"},
+        {"reserve": "longest", "early_return": True},
     ),
     "orca": ({}, {"max_batch_size": 3, "max_prompts": 1}, {"reserve": "longest"}),
     "prefill_priority": ({}, {"max_prompts": 1}),

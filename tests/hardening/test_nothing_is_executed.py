@@ -251,3 +251,55 @@ def test_a_module_of_the_users_in_place_of_ours_is_noticed(tmp_path: Path, name:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: {tmp_path}/{name}.py stands in front of Charioteer's own {name}")
+
+
+ENTRY_POINTS = """[charioteer.policies]
+[/] = evil_good:NotAPolicy
+../../up = evil_good:X
+bye = evil_exit:P
+boom = evil_raise:P
+gone = nowhere:P
+none = evil_anything:P
+twice = evil_good:NotAPolicy
+twice = evil_good:X
+chunked = evil_exit:P
+[charioteer.routers]
+random = evil_exit:R
+bad = evil_exit:R
+"""
+
+
+def test_entry_points_of_a_hostile_package_end_nothing_and_take_no_place_of_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "evil-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINTS)
+    for name, text in {
+        "good": "class NotAPolicy: pass\nX = 3\n",
+        "exit": "import sys; sys.exit(0)\n",
+        "raise": "raise ValueError('boom')\n",
+        "anything": "def __getattr__(name): return None\n",
+    }.items():
+        (tmp_path / f"evil_{name}.py").write_text(text)
+
+    def simulator(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "simulator", *map(str, words)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    listed = simulator("policies", "--json")
+    assert listed.returncode == 0
+    assert "chunked" in {row["policy"] for row in json.loads(listed.stdout)}
+    for name in ("[/]", "../../up", "bye", "boom", "gone", "none"):
+        assert f"policy {name}" in listed.stderr
+    assert "in two packages" in listed.stderr
+    # A module that leaves with exit code 0 is no success.
+    for words in (("--policy", "bye"), ("--replicas", 2, "--router", "bad")):
+        refused = simulator("replay", "examples/trace.csv", "--limit", 3, *words)
+        assert refused.returncode == 2, words
+        assert "SystemExit: 0" in refused.stderr

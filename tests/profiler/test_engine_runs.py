@@ -2,6 +2,8 @@
 
 import csv
 
+import pytest
+
 from profiler.measurements.engine_runs import closed_loop_runs, half_of, rate_runs
 from tests.shared_data import shared
 
@@ -34,6 +36,7 @@ def test_e2e_of_a_closed_loop_is_ttft_and_the_gaps_after_it() -> None:
     assert abs(run.e2e_ms - (415.8945 + 15.60524 * 1023)) < 1e-6
 
 
+@pytest.mark.originals
 def test_tables_repeat_what_their_source_measured() -> None:
     with shared("engine_runs/aiconfigurator_silicon_sample_part.csv").open(newline="") as lines:
         source = {row["id"]: row for row in csv.DictReader(lines)}

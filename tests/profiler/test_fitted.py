@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from dataclasses import replace
@@ -443,3 +444,34 @@ def test_rows_of_one_tensor_core_tile_cost_alike(measured: list[int], wanted: in
     curve = RowCurve.from_points("gemm", 28672, 4096, measured, [260.0, 275.0])
     ratio = curve_us(law, curve, [as_measured_at])[0] / law.us(np.array([as_measured_at]), 28672, 4096)[0]
     assert curve_us(law, curve, [wanted])[0] == pytest.approx(ratio * law.us(np.array([wanted]), 28672, 4096)[0])
+
+
+NUMPY_HEADERS = (
+    "{'descr':'<f8','fortran_order':False,'shape':(1000000000000,)}",
+    "{'descr':'<f8','fortran_order':False,'shape':(-1,)}",
+    "{'descr':'<f8','fortran_order':False,'shape':" + str((1,) * 40) + "}",
+    "{'descr':'|O','fortran_order':False,'shape':(1,)}",
+    "{'descr':[('a','<f8',(10**9,))],'fortran_order':False,'shape':(1,)}",
+    "__import__('os').abort()",
+    "(" * 3000,
+)
+
+
+@pytest.mark.parametrize("header", NUMPY_HEADERS)
+def test_arrays_by_another_hand_are_refused_in_one_line(header, tmp_path):
+    """Headers that numpy would not write, at most 64 bytes of data behind them, and every byte of the archive bent."""
+    from profiler.operators.fitting.model_file import _read_values
+
+    file = tmp_path / "model.npz"
+    inside = b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode() + bytes(64)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("values.npy", inside)
+    whole = file.read_bytes()
+    rng = np.random.default_rng(1)
+    for turn in range(60):
+        bent = bytearray(whole)
+        for at in rng.integers(len(bent), size=turn % 5):
+            bent[at] = int(rng.integers(256))
+        file.write_bytes(bent)
+        with pytest.raises(ProfileError):
+            _read_values(file, hashlib.sha256(bent).hexdigest())

@@ -207,6 +207,7 @@ def test_rows_of_an_original_are_rows_of_the_carried_profile(name: str) -> None:
     assert (both["_merge"] == "both").all(), both[both["_merge"] != "both"].head()
 
 
+@pytest.mark.originals
 @pytest.mark.parametrize("name", ORIGINAL)
 def test_whole_originals_are_the_carried_profiles(name: str) -> None:
     kind, folder = ORIGINAL[name]

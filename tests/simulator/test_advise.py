@@ -65,7 +65,7 @@ def test_advice_on_a_part_of_a_trace_speaks_of_that_part():
 
 
 def test_advice_on_one_request_says_how_little_that_is_in_the_singular():
-    found = advise(trace_of([(0.0, 300, 8)]), BASE)
+    found = advise(trace_of([(0.0, 300, 8)]), replace(BASE, pp=2))  # where no policy plans ahead
     assert "beside the 1 decode of a mean batch" in found.reasons[0]
     assert found.reasons[-1].startswith("all of this rests on 1 request; that is little")
     assert any(reason.startswith("as good by objective, goodput and room") for reason in found.reasons)

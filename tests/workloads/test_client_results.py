@@ -117,6 +117,7 @@ def test_other_files_are_no_clients(tmp_path):
     assert client_tool(tmp_path / "missing.json") is None
 
 
+@pytest.mark.originals
 def test_samples_of_real_clients(tmp_path):
     from tests.shared_data import shared
 

@@ -35,6 +35,7 @@ def test_rows_of_the_original_azure_trace_are_those_carried() -> None:
     assert original.same_requests(read_trace(CARRIED / "azure2023_conv.parquet").head(200))
 
 
+@pytest.mark.originals
 def test_all_rows_of_the_original_traces_are_those_carried() -> None:
     for name, path in {
         "azure2023_conv": "azure2023/AzureLLMInferenceTrace_conv.csv",
