@@ -72,6 +72,8 @@ def fit_command(
     write_model(fit, out)
     layouts = len(fit.attention) + len(fit.families)
     print(f"{out}: {hardware.name}, {len(fit.curves)} operators, {layouts} attention layouts or families")
+    if warm := fit.provenance.get("cache_warm_gemms_not_fitted"):
+        print(f"  {warm:,} GEMMs are cache-warm (below their weights' bytes at full bandwidth) and were not fitted")
     for name, error in fit.errors.items():
         print(f"  {name:32} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
 

@@ -24,9 +24,9 @@ from profiler.operators.attention_lookup import (
     AttentionLookup,
     further_pairs,
 )
+from profiler.operators.laws.physical_floor import AttentionFloor
 from profiler.operators.laws.prefill_law import PrefillLaw
 from profiler.operators.laws.smooth_batch_law import CONTEXT_STEP, BatchLaw
-from profiler.operators.physical_floor import AttentionFloor
 
 Array = NDArray[np.float64]
 Column = NDArray[np.int64]

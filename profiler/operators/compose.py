@@ -23,8 +23,8 @@ from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitted_model import FittedModel
 from profiler.operators.fitting.device_fit import DeviceFit
 from profiler.operators.fitting.error_factors import half_widths
+from profiler.operators.laws.physical_floor import AttentionFloor, GemmFloor
 from profiler.operators.laws.row_curves import RowCurve
-from profiler.operators.physical_floor import AttentionFloor, GemmFloor
 from profiler.roofline.constants import RooflineConstants
 from profiler.specs.dtypes import canonical_dtype
 from profiler.specs.hardware import Hardware

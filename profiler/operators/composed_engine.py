@@ -15,7 +15,7 @@ from profiler.evidence import ASSUMED
 from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
-from profiler.operators.physical_floor import GemmFloor
+from profiler.operators.laws.physical_floor import GemmFloor
 from profiler.roofline.row_table import TABLED_ROWS
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from profiler.errors import ProfileError
 from profiler.operators.fitting.attention_family import AttentionFamily, fit_families, nearest_family
 from profiler.operators.fitting.attention_fit import AttentionFit, fit_attention, transferred
@@ -28,9 +31,12 @@ from profiler.operators.laws.gemm_law import (
     without_noise,
 )
 from profiler.operators.laws.lattice import Lattice
+from profiler.operators.laws.physical_floor import GemmFloor
 from profiler.operators.laws.row_curves import RowCurve
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from profiler.measurements.profile import Profile
     from profiler.specs.hardware import Hardware
 
@@ -148,6 +154,8 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     if (rowwise["n"] < 1).any():
         operator = rowwise.loc[rowwise["n"] < 1, "operator"].iloc[0]
         raise ProfileError(f"profile: operator {operator}: n: found less than 1, expected the width of its rows")
+    warm = cache_warm(rowwise, hardware)
+    rowwise = rowwise[~warm]
     curves = tuple(
         RowCurve.from_points(str(operator), int(n), int(k), group["rows"], group["median_s"] * 1e6)
         for (operator, n, k), group in rowwise.groupby(["operator", "n", "k"], sort=True)
@@ -170,6 +178,8 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     models = table.loc[table["model"] != "", ["model", "tensor_parallel"]].drop_duplicates()
     profiled = tuple((str(model), int(tp)) for model, tp in models.itertuples(index=False))
     provenance = {**profile.provenance, "rows": len(table)}
+    if warm.any():
+        provenance["cache_warm_gemms_not_fitted"] = int(warm.sum())
     law = fit_gemm_law(curves, hardware)
     noise = _noise(table)
     if law is not None:
@@ -190,6 +200,14 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
         provenance=provenance,
         noise=noise,
     )
+
+
+def cache_warm(rows: pd.DataFrame, hardware: Hardware) -> NDArray[np.bool_]:
+    """Which GEMMs of a kernel table took less than their weights need at full bandwidth: repeated calls found them in
+    a cache, where no engine that runs one layer after another finds them."""
+    streams = GemmFloor(np.inf, hardware.memory_bandwidth / 1e6)
+    n, k = rows["n"].to_numpy(float), rows["k"].to_numpy(float)
+    return np.asarray((k > 0) & (rows["median_s"].to_numpy() * 1e6 < streams.us(rows["rows"].to_numpy(), n, k)))
 
 
 MANY_LAYOUTS = 8
