@@ -74,6 +74,7 @@ ELSEWHERE = {
     r"executor replay .*--(pp|tp)": ("tests/executor/test_distributed.py", '"--pp", "2"'),
     r"--engine ray": ("tests/experiments/test_sweep.py", "ray"),
     r"executor\.checks\.kernel_build": ("tests/executor/test_parts.py", '["kernel_build", capability]'),
+    r"simulator\.studies\.feature_pairs": ("tests/simulator/test_feature_pairs.py", "== page()"),
     r"experiments board": ("tests/experiments/test_board.py", "made = engine_entries(every=30)"),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
     r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
@@ -85,6 +86,8 @@ NOT_HERE = {
     r"--device cuda|--nvtx|flash_attn": "a GPU",
     r"experiments coverage": "fits a profile twice: more than a minute",
     r"profiler published --cost-model auto": "every table against every fitted model: minutes",
+    r"experiments engines .*--ablation": "every term of every row again: two minutes",
+    r"calibrate-engine|--engine mine\.toml": "results of a server: tests/experiments/test_calibrate_engine.py makes them",
     r"experiments live-pools": "two processes: tests/executor/test_live_pools.py",
     r"\.\.\.": "one flag of a command that stands on the page in full",
 }
