@@ -27,7 +27,7 @@ class FairShare(StatefulPolicy):
     window: int = knob(64, "requests of the queue that are looked at", least=1)
 
     counts_by: ClassVar[str] = "slo"
-    # Who is served how much decides who starts, and nobody starts while plans repeat.
+    # Plans repeat where nobody waits. Where somebody waits in vain, the order may change with what others are served.
     promises: ClassVar[Promises] = Promises(decodes=True, keeps_running=True)
     memory: ClassVar[MemoryRule] = MemoryRule(utilisation=0.9, watermark=0.01)
 
@@ -49,5 +49,6 @@ class FairShare(StatefulPolicy):
             least = min(waiting, key=lambda track: state.by_class.get(track.request.slo, 0.0))
             granted = draft.admit(least, left, reserve=least.known)
             if not granted:
+                draft.only_for_now()
                 break
             left -= granted
