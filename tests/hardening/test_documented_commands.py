@@ -123,6 +123,7 @@ LESS = {
     ("experiments", "sweep"): ("--workers", "0"),
     ("profiler", "compare"): ("--only", "prefill"),
     ("profiler", "fit"): ("--no-check",),
+    ("simulator", "check"): ("--seconds", "8"),
     ("simulator", "compare"): ("--limit", "20"),
     ("simulator", "replay"): ("--limit", "20"),
     ("workloads", "generate"): ("--requests", "20"),
