@@ -12,6 +12,12 @@ from tests.hardening.command_line import run
 HOSTILE = ("[/]", "[gold]", "[link=file:///etc/passwd]here[/link]", ":smile:", "<b>x</b>", "=1+1", "$x_1$")
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that hold the whole of a name: narrower ones end in an ellipsis."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     file = tmp_path / "[red]trace.csv"
