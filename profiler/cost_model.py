@@ -95,3 +95,30 @@ class QuickCostModel(CostModel, Protocol):
         None where it is not.
         """
         ...
+
+
+class RankedCostModel(CostModel, Protocol):
+    """Costs of data-parallel ranks that meet in every step, because expert layers exchange tokens between them.
+
+    A replica whose cost model offers `ranks_ns` steps its ranks together; without it ranks never wait for each other.
+    The scalar forms (`stage_ns`, `breakdown`, `inside`) speak of a step in which every rank runs the same shape.
+
+    ranks: how many there are (data-parallel degree), each of tp devices. stages is 1.
+    """
+
+    ranks: int
+
+    def ranks_ns(self, shapes: Sequence[BatchShape]) -> Sequence[Ns]:
+        """Device time of each rank's part of one step, above 0; the step ends with the largest.
+
+        shapes: one a rank, in rank order. A rank without requests has one dummy row (`dummy_tokens=1`); where every
+        rank's batch fits a captured graph, `executed_rows` of all is that of the largest.
+        """
+        ...
+
+    def repeat_ranks_ns(self, shapes: Sequence[BatchShape], steps: int) -> NDArray[np.int64]:
+        """[ranks, steps]: ranks_ns of `steps` steps in a row, in each of which every decode's context is one longer.
+
+        May be left out: then ranks_ns is asked step by step.
+        """
+        ...
