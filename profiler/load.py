@@ -162,7 +162,7 @@ class _Terms(NamedTuple):
 
 
 _NO_EXPERTS = (
-    "rooflines and fits of kernels know dense layers only; pass a fit of whole iterations (python -m executor profile), "
+    "rooflines and fits of kernels know dense layers only; pass a fit of whole iterations (python -m executor profile) "
     "or --cost-model FILE.py:Class"
 )
 
