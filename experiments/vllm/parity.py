@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.errors import ExperimentError
-from policies import BlockLedger, Chunk, CountingLedger, Decodes, Host, Request, Scheduler, make_policy
+from policies import (
+    BlockLedger,
+    Chunk,
+    CountingLedger,
+    Decodes,
+    ExtentLedger,
+    Host,
+    KVLedger,
+    Request,
+    Scheduler,
+    make_policy,
+)
 from policies.edges.settings import LARGEST, shown
 from profiler.measurements.bounded_parquet import log_rows
 
@@ -55,11 +66,12 @@ def compare_with_vllm(
     long_prefill_token_threshold: int = 0,
     free_order: str = "0.32",
     reserve_full: bool = True,
+    by_id: bool = False,
 ) -> Parity:
     """Drive `vllm_v1` with a vLLM step log and compare every step: ids, batch order, tokens and contexts.
 
     num_blocks counts the null block, as vLLM's own pool size does. Queue lengths, preemptions and free blocks are
-    compared too where the log has them.
+    compared too where the log has them. by_id: with the executor's prefix cache instead of the simulator's.
     """
     steps = _read_steps(steps_path)
     requests = _read_requests(requests_path)
@@ -77,11 +89,13 @@ def compare_with_vllm(
             raise ExperimentError(f"--{name}: found {size}, expected 1 to {LARGEST:.0e}")
     if not 2 <= num_blocks <= LARGEST:
         raise ExperimentError(f"--num-blocks: found {num_blocks}, expected at least 2 (block 0 is never handed out)")
-    ledger: BlockLedger | CountingLedger
-    if prefix_caching:
+    ledger: KVLedger
+    if not prefix_caching:
+        ledger = CountingLedger(num_blocks - 1, block_size)
+    elif by_id:
         ledger = BlockLedger(num_blocks - 1, block_size, prefix_caching=True, free_order=free_order)  # type: ignore[arg-type]
     else:
-        ledger = CountingLedger(num_blocks - 1, block_size)
+        ledger = ExtentLedger(num_blocks - 1, block_size, free_order=free_order)  # type: ignore[arg-type]
     scheduler = Scheduler(policy, ledger, Host(), token_budget=token_budget, max_num_seqs=max_num_seqs)
     arrivals = sorted(range(len(requests)), key=lambda row: (requests[row].added_ns, row))
     next_arrival = 0
