@@ -18,6 +18,7 @@ from simulator.errors import SimulationError
 from simulator.replica.rank_group import DUMMY, shapes_of_step
 from simulator.simulation import make_cluster_plan, replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
+from tests.simulator.test_reference import assert_same
 
 S = 1_000_000_000
 
@@ -157,6 +158,19 @@ def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows):
         output if status == "finished" else tokens
         for output, status, tokens in zip(trace.output_tokens, produced["status"], produced["output_tokens"])
     ]
+
+
+@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]), st.sampled_from(["auto", "together"]))
+@settings(max_examples=60, deadline=None)
+def test_ranks_write_the_rows_of_the_reference_simulator(rows, options, ahead, graph_rows, steps):
+    options = {**options, "failures": (), "preemption": "recompute", "ranks_step": steps}
+    if options["policy"] == "vllm_v1":
+        options["knobs"] = {"async_scheduling": ahead}
+    times = (S // 10, S // 100, S // 200, S // 1000, S // 5000)
+    cost: ConstantCost = ConstantCost(*times)
+    if steps == "auto":
+        cost = Exchanging(*times, exchange_ns=S // 700, graph_rows=graph_rows, ranks=options["dp"])
+    assert_same(traced(rows), {"block_size": 4, **options}, cost)
 
 
 @pytest.mark.parametrize(
