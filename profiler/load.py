@@ -161,11 +161,18 @@ class _Terms(NamedTuple):
                 raise ProfileError(f"--term {name}: {costs}; expected terms that begin with {' or '.join(known)}")
 
 
+_NO_EXPERTS = (
+    "rooflines and fits of kernels know dense layers only; pass a fit of whole iterations (python -m executor profile) "
+    "or --cost-model FILE.py:Class"
+)
+
+
 def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added: _Terms) -> CostModel:
     from profiler.operators.engine_terms import EngineTerms
     from profiler.roofline.constants import RooflineConstants
     from profiler.roofline.roofline import Roofline
 
+    spec.refuse_experts(_NO_EXPERTS)
     added.refuse(("host_", "front_", "prefill_scale", "decode_scale"), "a roofline has no such term")
     if added.own or added.engine.terms:
         terms = EngineTerms.from_mapping({**added.engine.terms, **added.own})
@@ -214,6 +221,7 @@ def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, A
     from profiler.operators.compose import compose
     from profiler.operators.fitting.model_file import read_model
 
+    spec.refuse_experts(_NO_EXPERTS)
     fit = read_model(path)
     widths = {name: width for name, width in added.engine.half_widths.items() if name != "front_end"}
     return compose(fit, spec, hardware, terms=added.of_fit(fit), term_widths=widths, **engine)

@@ -172,8 +172,9 @@ def _from_hugging_face(path: Path) -> ModelSpec:
     if family not in _FAMILIES:
         raise ProfileError(f"{path}: model_type: found {family!r}, expected one of {', '.join(_FAMILIES)}")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.keys.get(key):
-            raise ProfileError(f"{path}: {key}: mixture-of-experts models are not supported, expected a dense model")
+        if config.keys.get(key) and family not in _EXPERT_FAMILIES:
+            known = ", ".join(_EXPERT_FAMILIES)
+            raise ProfileError(f"{path}: {key}: experts are known of {known}; {family!r} is expected to be dense")
     architectures = config.keys.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise ProfileError(f"{path}: architectures: found {shown(architectures)}, expected a list of class names")
@@ -395,6 +396,65 @@ def _falcon(config: _Config) -> Facts:
     }
 
 
+def _mixtral(config: _Config) -> Facts:
+    """Mixtral: every layer has experts, as wide as `intermediate_size`; weights of the top k sum to 1."""
+    sizes = _sizes(config)
+    facts = {
+        **sizes,
+        **_rope(config, theta=1e6),
+        "norm_eps": config.number("rms_norm_eps", default=1e-5),
+        "max_position": config.integer("max_position_embeddings", default=131072),
+        "sliding_window": config.integer("sliding_window", default=0, least=0) or None,
+        "experts": config.integer("num_local_experts", "num_experts", default=8),
+        "top_k": config.integer("num_experts_per_tok", default=2),
+        "expert_intermediate": sizes["intermediate"],
+        "norm_topk": True,
+        "default_architecture": "MixtralForCausalLM",
+    }
+    return facts
+
+
+def _qwen2_moe(config: _Config) -> Facts:
+    """Qwen1.5-MoE and Qwen2-MoE: shared experts behind a sigmoid gate beside the routed ones."""
+    return {
+        **_qwen(config),
+        **_qwen_experts(config, experts=60, top_k=4, width=1408),
+        "qkv_bias": config.flag("qkv_bias", True),
+        "shared_intermediate": config.integer("shared_expert_intermediate_size", default=5632, least=0),
+        "shared_gate": True,
+        "default_architecture": "Qwen2MoeForCausalLM",
+    }
+
+
+def _qwen3_moe(config: _Config) -> Facts:
+    """Qwen3-MoE: no shared experts. Its class takes hidden / heads where head_dim is not stated, unlike Qwen3's."""
+    facts = _qwen3(config)
+    facts["head_dim"] = config.integer("head_dim", default=facts["hidden"] // facts["heads"])
+    return {
+        **facts,
+        **_qwen_experts(config, experts=128, top_k=8, width=768),
+        "default_architecture": "Qwen3MoeForCausalLM",
+    }
+
+
+def _qwen_experts(config: _Config, *, experts: int, top_k: int, width: int) -> Facts:
+    """Experts in every `decoder_sparse_step`th layer (counted from 1) that `mlp_only_layers` does not name."""
+    layers = config.integer("num_hidden_layers")
+    step = config.integer("decoder_sparse_step", default=1)
+    plain = config.keys.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(type(layer) is int and 0 <= layer < layers for layer in plain):
+        raise ProfileError(
+            f"{config.path}: mlp_only_layers: found {shown(plain)}, expected numbers of layers, 0 to {layers - 1}"
+        )
+    return {
+        "experts": config.integer("num_experts", "num_local_experts", default=experts),
+        "top_k": config.integer("num_experts_per_tok", default=top_k),
+        "expert_intermediate": config.integer("moe_intermediate_size", default=width),
+        "norm_topk": config.flag("norm_topk_prob", False),
+        "dense_layers": tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step),
+    }
+
+
 _FAMILIES: dict[str, Callable[[_Config], Facts]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -403,4 +463,8 @@ _FAMILIES: dict[str, Callable[[_Config], Facts]] = {
     "phi3": _phi3,
     "gpt2": _gpt2,
     "falcon": _falcon,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
 }
+_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")

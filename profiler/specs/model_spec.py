@@ -1,4 +1,4 @@
-"""What a model is, as far as its cost and its memory are concerned: the shape of a dense decoder.
+"""What a model is, as far as its cost and its memory are concerned: the shape of a decoder, dense or of experts.
 
 Everything that can be derived is derived (parameters, bytes, FLOPs, the GEMMs of a layer), so that one set of facts
 serves roofline, fits, memory planning and the executor. `profiler.specs.model_config` reads them from names and files.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from policies.edges.settings import check_settings
+from policies.edges.settings import check_settings, listed
 from profiler.errors import ProfileError
 from profiler.specs.dtypes import dtype_bytes
 
@@ -35,7 +35,7 @@ LARGEST = 1 << 40
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer, dense or with experts (mixture of experts, MoE).
 
     layers, hidden, heads, kv_heads, head_dim, intermediate, vocab: sizes; heads * head_dim may differ from hidden.
     gated: three FFN matrices (gate, up, down) instead of two.
@@ -47,6 +47,11 @@ class ModelSpec:
     position: "rope", "learned" or "alibi"; rope_theta, rope_scaling (the Hugging Face dictionary with `rope_type`)
         and rotary_fraction (share of head_dim that is rotated) belong to "rope".
     sliding_window: tokens that attention may look back, None for all. sliding_layers: in how many layers, None for all.
+    experts: routed experts of every expert layer, 0 for a dense model. top_k: how many of them each token goes to.
+        expert_intermediate: FFN width of one routed expert. shared_intermediate: FFN width of the experts that every
+        token goes to, all of them together; 0 without. shared_gate: their output is scaled by a sigmoid of the token
+        (Qwen2-MoE). norm_topk: the weights of a token's top_k experts are made to sum to 1. dense_layers: numbers of
+        the layers that have a dense FFN of `intermediate` instead. Without any, `intermediate` is the expert's width.
     quantisation, weight_bits: how the blocks' linear layers are stored, and the bits that one of their weights takes
         with its share of scales; "" and None where all is in `dtype`.
     dtype: the checkpoint's own dtype. architecture: the Hugging Face class name.
@@ -79,6 +84,13 @@ class ModelSpec:
     sliding_window: int | None = None
     sliding_layers: int | None = None
     dtype: str = "bfloat16"
+    experts: int = 0
+    top_k: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    shared_gate: bool = False
+    norm_topk: bool = True
+    dense_layers: tuple[int, ...] = ()
     quantisation: str = ""
     weight_bits: float | None = None
     architecture: str = "LlamaForCausalLM"
@@ -105,6 +117,7 @@ class ModelSpec:
                 f"model {self.name}: sliding_layers: found {self.sliding_layers}, expected at most the {self.layers} "
                 "layers, beside a sliding_window"
             )
+        self._check_experts()
         if self.weight_bits is not None and not 0 < self.weight_bits <= 64:
             raise ProfileError(
                 f"model {self.name}: weight_bits: found {self.weight_bits}, expected more than 0, at most 64"
@@ -116,6 +129,29 @@ class ModelSpec:
         if not 0.0 < self.rotary_fraction <= 1.0:
             share = self.rotary_fraction
             raise ProfileError(f"model {self.name}: rotary_fraction: found {share}, expected more than 0, at most 1")
+
+    def _check_experts(self) -> None:
+        where = f"model {self.name}"
+        # A TOML file and a config.json have lists.
+        object.__setattr__(self, "dense_layers", listed(f"{where}: dense_layers", self.dense_layers, int, ProfileError))
+        for key in ("experts", "top_k", "expert_intermediate", "shared_intermediate"):
+            if not 0 <= getattr(self, key) <= LARGEST:
+                found = str(getattr(self, key))[:40]
+                raise ProfileError(f"{where}: {key}: found {found}, expected a whole number of 0 to 2^40")
+        if not self.experts:
+            extra = ("top_k", "expert_intermediate", "shared_intermediate", "shared_gate", "dense_layers")
+            if given := [key for key in extra if getattr(self, key)]:
+                raise ProfileError(f"{where}: {given[0]} belongs to a model with experts, and experts is 0")
+            return
+        if not 1 <= self.top_k <= self.experts:
+            raise ProfileError(f"{where}: top_k: found {self.top_k}, expected 1 to the {self.experts} experts")
+        if not self.expert_intermediate:
+            raise ProfileError(f"{where}: expert_intermediate: found 0, expected the FFN width of one expert")
+        numbers = self.dense_layers
+        if list(numbers) != sorted(set(numbers)) or not all(0 <= number < self.layers for number in numbers):
+            raise ProfileError(
+                f"{where}: dense_layers: found {list(numbers)[:8]}, expected rising numbers of 0 to {self.layers - 1}"
+            )
 
     # A mapping field cannot be hashed, and a spec is a natural cache key; two specs with equal shapes are equal.
     def __hash__(self) -> int:
@@ -146,10 +182,23 @@ class ModelSpec:
         """Parameters of one norm over the hidden state."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
-    @cached_property
-    def layer_params(self) -> int:
-        """Parameters of one transformer layer."""
-        return sum(gemm.weights for gemm in self.gemms()) + self._small_layer_params(1)
+    @property
+    def expert_layers(self) -> int:
+        """Layers with routed experts."""
+        return self.layers - len(self.dense_layers) if self.experts else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has routed experts."""
+        return self.experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one routed expert of one layer."""
+        return self._matrices * self.hidden * self.expert_intermediate
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
 
     @property
     def embedding_params(self) -> int:
@@ -165,17 +214,28 @@ class ModelSpec:
     @cached_property
     def params(self) -> int:
         """Parameters as published: tied matrices count once."""
+        return self._params(self.experts)
+
+    @cached_property
+    def active_params(self) -> int:
+        """Parameters that one token meets: top_k of the routed experts, all of everything else."""
+        return self._params(self.top_k)
+
+    def _params(self, experts: int) -> int:
         head = 0 if self.tied_embeddings else self.head_params
-        return self.layers * self.layer_params + self.embedding_params + self.norm_params + head
+        blocks = self._linear_weights(1, experts) + self._small_params(1)
+        return blocks + self.embedding_params + self.norm_params + head
 
     def check_tp(self, tp: int) -> None:
         """Raise unless the model splits evenly over `tp` devices (KV heads may be replicated)."""
         if tp < 1:
             raise ProfileError(f"tp: found {tp}, expected at least 1")
-        if self.heads % tp or self.intermediate % tp:
+        widths = [self.intermediate] if self.expert_layers < self.layers else []
+        widths += [width for width in (self.expert_intermediate, self.shared_intermediate) if width]
+        if self.heads % tp or any(width % tp for width in widths):
+            wide = " and ".join(map(str, widths))
             raise ProfileError(
-                f"tp: found {tp}, expected a divisor of {self.name}'s {self.heads} heads and its FFN of "
-                f"{self.intermediate}"
+                f"tp: found {tp}, expected a divisor of {self.name}'s {self.heads} heads and its FFN of {wide}"
             )
         if self.kv_heads % tp and tp % self.kv_heads:
             raise ProfileError(f"tp: {tp} neither divides nor is a multiple of {self.name}'s {self.kv_heads} KV heads")
@@ -186,24 +246,44 @@ class ModelSpec:
         return max(1, self.kv_heads // tp)
 
     def gemms(self, tp: int = 1) -> tuple[Gemm, ...]:
-        """Linear layers of one transformer layer on one of `tp` devices (Megatron split; q/k/v and gate/up fused)."""
+        """Linear layers of one layer of a dense model on one of `tp` devices (Megatron split; q/k/v and gate/up fused).
+        ProfileError for a model with experts, whose layers have no such list."""
+        self.refuse_experts("the products of a dense layer were asked for")
+        return (*self.attention_gemms(tp), *self.ffn_gemms(tp))
+
+    def attention_gemms(self, tp: int = 1) -> tuple[Gemm, ...]:
+        """The linear layers around attention, which every layer has."""
         self.check_tp(tp)
         q = self.q_size // tp
         kv = self.kv_heads_per_device(tp) * self.head_dim
+        return Gemm("qkv", q + 2 * kv, self.hidden), Gemm("attention_out", self.hidden, q)
+
+    def ffn_gemms(self, tp: int = 1) -> tuple[Gemm, ...]:
+        """The two matrix products of a dense layer's FFN."""
         ffn = self.intermediate // tp
-        return (
-            Gemm("qkv", q + 2 * kv, self.hidden),
-            Gemm("attention_out", self.hidden, q),
-            Gemm("ffn_up", ffn * (2 if self.gated else 1), self.hidden),
-            Gemm("ffn_down", self.hidden, ffn),
-        )
+        return Gemm("ffn_up", ffn * (2 if self.gated else 1), self.hidden), Gemm("ffn_down", self.hidden, ffn)
+
+    def _linear_weights(self, tp: int, experts: int) -> int:
+        """Weights of all blocks' linear layers on one device, `experts` of the routed experts counted. Routers are not
+        among them: nobody quantises or splits them."""
+        weights = self.layers * sum(gemm.weights for gemm in self.attention_gemms(tp))
+        dense = self.layers - self.expert_layers
+        weights += dense * sum(gemm.weights for gemm in self.ffn_gemms(tp)) if dense else 0
+        width = experts * (self.expert_intermediate // tp) + self.shared_intermediate // tp
+        return weights + self.expert_layers * self._matrices * self.hidden * width
+
+    @property
+    def _router_params(self) -> int:
+        """Of one expert layer: the router's matrix, and the vector of the shared experts' gate."""
+        return self.hidden * (self.experts + int(self.shared_gate))
 
     def head_gemm(self, tp: int = 1) -> Gemm:
         """The output head on one of `tp` devices (vocabulary rounded up to a multiple of tp)."""
         return Gemm("head", -(-self.vocab // tp), self.hidden)
 
-    def _small_layer_params(self, tp: int) -> int:
-        """Biases and norms of one layer on one device (norms and row-parallel biases are replicated)."""
+    def _small_params(self, tp: int) -> int:
+        """Biases, norms and routers of all layers on one device (norms, routers and row-parallel biases are
+        replicated)."""
         biases = 0
         if self.qkv_bias:
             biases += self.q_size // tp + 2 * self.kv_heads_per_device(tp) * self.head_dim
@@ -212,7 +292,8 @@ class ModelSpec:
         if self.mlp_bias:
             biases += self.intermediate // tp * (2 if self.gated else 1) + self.hidden
         qk = 2 * self.head_dim if self.qk_norm else 0
-        return biases + qk + self.norms_per_layer * self.norm_params
+        layers = self.layers * (biases + qk + self.norms_per_layer * self.norm_params)
+        return layers + self.expert_layers * self._router_params
 
     def weight_bytes(
         self,
@@ -226,11 +307,11 @@ class ModelSpec:
         """Bytes of weights on one device that holds `layers` layers (all by default) of a `tp`-way split.
 
         A stage in the middle of a pipeline holds neither embedding nor head; a tied matrix is held once where one
-        device needs both.
+        device needs both. Where only some layers have experts, a part of the layers holds its share of the mean.
         """
         layers = self.layers if layers is None else layers
-        linear = layers * sum(gemm.weights for gemm in self.gemms(tp))
-        count = layers * self._small_layer_params(tp)
+        linear = -(-layers * self._linear_weights(tp, self.experts) // self.layers)
+        count = -(-layers * self._small_params(tp) // self.layers)
         shard = self.head_gemm(tp).weights
         if embedding:
             count += shard + (self.embedding_params - self.vocab * self.hidden)
@@ -272,10 +353,17 @@ class ModelSpec:
                 "all layers or in none"
             )
 
+    def refuse_experts(self, what: str) -> None:
+        """ProfileError for `what` where the model has routed experts."""
+        if self.experts:
+            raise ProfileError(f"model {self.name}: {self.experts} experts, top {self.top_k}: {what}")
+
     def linear_flops_per_token(self, *, layers: int | None = None) -> int:
-        """FLOPs of the linear layers for one row, whole model, output head left out (see head_flops_per_row)."""
+        """FLOPs of the linear layers for one row, whole model, output head left out (see head_flops_per_row): of the
+        routed experts the top_k that it goes to."""
         layers = self.layers if layers is None else layers
-        return 2 * layers * sum(gemm.weights for gemm in self.gemms())
+        weights = self._linear_weights(1, self.top_k) + self.expert_layers * self._router_params
+        return 2 * layers * weights // self.layers
 
     @property
     def head_flops_per_row(self) -> int:

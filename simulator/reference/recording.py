@@ -28,7 +28,7 @@ class Recording:
     def iteration(self, replica: int, flight: Flight, end_ns: Ns, inside: bool) -> None:
         """A batch that has just been delivered."""
         batch = flight.batch
-        where = {"replica": replica, "iteration": batch.number}
+        where = {"replica": replica, "rank": 0, "iteration": batch.number}
         for stage, (start, end, send) in enumerate(flight.stages):
             row = {**where, "stage": stage, "start_s": start / 1e9, "end_s": end / 1e9, "send_s": send / 1e9}
             self.rows["stages"].append(row)
@@ -74,6 +74,7 @@ class Recording:
             {
                 "request": request.id,
                 "replica": replica,
+                "rank": 0,
                 "arrival_s": request.arrival_ns / 1e9,
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": job.delivered,
@@ -88,7 +89,7 @@ class Recording:
                 "slo": request.slo,
             }
         )
-        where = {"replica": replica, "cohort": request.id}
+        where = {"replica": replica, "rank": 0, "cohort": request.id}
         for first, end in job.segments:
             self.rows["segments"].append({"request": request.id, **where, "from_step": first, "to_step": end})
         # Its steps still in flight are added to this list when they are done.
@@ -102,7 +103,7 @@ class Recording:
         from metrics.run_folder.columns import schema
 
         tokens = [
-            {"replica": row["replica"], "cohort": row["cohort"], "step": step, "time_s": ns / 1e9}
+            {**{name: row[name] for name in ("replica", "rank", "cohort")}, "step": step, "time_s": ns / 1e9}
             for row in self.rows["tokens"]
             for step, ns in enumerate(row["steps"])
         ]

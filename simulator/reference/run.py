@@ -37,6 +37,8 @@ def refuse(plan: Any) -> None:
     found = [f"--{name.replace('_', '-')} ({what})" for name, what in CANNOT.items() if getattr(config, name)]
     if config.preemption != "recompute":
         found.append(f"--preemption {config.preemption} (KV swapped to host memory)")
+    if any(pool.engine.ranks > 1 for pool in plan.pools):
+        found.append("--dp (ranks of a replica)")
     found += [f"--pool role={pool.role} (KV that moves)" for pool in plan.pools if pool.role != "serve"]
     for pool in plan.pools:
         if type(pool.engine.policy) not in PAGES:

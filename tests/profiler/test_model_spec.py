@@ -228,7 +228,7 @@ def test_a_toml_file_adds_a_model(tmp_path: Path) -> None:
         ({"hidden_size": "4096"}, "hidden_size: found '4096'"),
         ({"num_hidden_layers": "absent"}, "missing num_hidden_layers"),
         ({"model_type": "mamba"}, "model_type: found 'mamba'"),
-        ({"num_local_experts": 8}, "mixture-of-experts"),
+        ({"num_local_experts": 8}, "num_local_experts: experts are known of mixtral"),
         ({"num_key_value_heads": 5}, "cannot share"),
         ({"rope_scaling": [1]}, "expected a JSON object"),
     ],
@@ -298,3 +298,89 @@ def test_rope_scaling_stretches_the_context_where_positions_do_not_count_it_yet(
 
     spec = replace(load_model_spec("llama-2-7b"), rope_scaling=scaling)
     assert spec.context_length == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "published_e9", "active_e9"),
+    [
+        # The models' own cards: total and active parameters in billions, to the digits that they print.
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+    ],
+)
+def test_experts_and_those_that_a_token_meets_are_counted_as_published(
+    name: str, published_e9: float, active_e9: float
+) -> None:
+    spec = load_model_spec(name)
+    last_digit = 0.1 if published_e9 % 1 else 1
+    # Qwen3's card cuts 3.353 down to 3.3, others round.
+    assert abs(spec.params / 1e9 - published_e9) < 0.6 * last_digit
+    assert abs(spec.active_params / 1e9 - active_e9) < 0.6 * last_digit
+    # Half of every expert lies on each of two devices; routers and norms on both.
+    assert spec.params * 2 <= 2 * spec.weight_bytes(tp=2) <= spec.params * 2 * 1.02
+    assert spec.weight_bytes() == 2 * spec.params
+
+
+def qwen_moe_config(**changes: object) -> dict[str, object]:
+    family: dict[str, object] = {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "shared_expert_intermediate_size": 160,
+    }
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return llama_config(**family, **sizes, intermediate_size=256, vocab_size=100, **changes)
+
+
+def test_dense_layers_of_a_qwen_moe_are_those_that_its_step_passes_over_and_those_named(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "moe", **qwen_moe_config(decoder_sparse_step=2, mlp_only_layers=[3]))
+    spec = load_model_spec(path)
+    assert spec.dense_layers == (0, 2, 3, 4)
+    assert [spec.has_experts(layer) for layer in range(6)] == [False, True, False, False, False, True]
+    assert (spec.norm_topk, spec.shared_gate, spec.expert_layers) == (False, True, 2)
+    attention = 64 * (64 + 32 + 32) + 64 + 32 + 32 + 64 * 64 + 2 * 64
+    routed, shared, router = 8 * 3 * 64 * 96, 3 * 64 * 160, 64 * 9
+    blocks = 6 * attention + 4 * 3 * 64 * 256 + 2 * (routed + shared + router)
+    assert spec.params == blocks + 2 * 100 * 64 + 64
+    assert spec.active_params == spec.params - 2 * (6 * 3 * 64 * 96)
+    touched = 6 * (64 * 128 + 64 * 64) + 4 * 3 * 64 * 256 + 2 * (2 * 3 * 64 * 96 + shared + router)
+    assert spec.linear_flops_per_token() == 2 * touched
+    with pytest.raises(ProfileError, match="8 experts, top 2"):
+        spec.gemms()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_experts_per_tok": 9}, "top_k: found 9, expected 1 to the 8 experts"),
+        ({"mlp_only_layers": [6]}, r"mlp_only_layers: found \[6\], expected numbers of layers, 0 to 5"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers: found 'all'"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size: found 0"),
+    ],
+)
+def test_a_bad_number_of_experts_says_where_and_what(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    path = write_config(tmp_path / "bad", **{**qwen_moe_config(), **changes})
+    with pytest.raises(ProfileError, match=says):
+        load_model_spec(path)
+
+
+def test_what_belongs_to_experts_is_refused_without_any(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    sizes = "layers=2\nhidden=64\nheads=4\nintermediate=128\nvocab=100\nmax_position=64\n"
+    path.write_text(sizes + "top_k=2\n")
+    with pytest.raises(ProfileError, match="top_k belongs to a model with experts"):
+        load_model_spec(path)
+    path.write_text(sizes + "experts=4\ntop_k=2\nexpert_intermediate=32\ndense_layers=[1, 0]\n")
+    with pytest.raises(ProfileError, match=r"dense_layers: found \[1, 0\], expected rising numbers of 0 to 1"):
+        load_model_spec(path)
+
+
+def test_costs_that_know_dense_layers_only_refuse_experts_by_name() -> None:
+    from profiler import load_cost_model
+
+    with pytest.raises(ProfileError, match="mixtral-8x7b: 8 experts, top 2: rooflines and fits of kernels"):
+        load_cost_model("mixtral-8x7b", "h100")
