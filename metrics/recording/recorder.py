@@ -118,7 +118,7 @@ class Recorder:
         stages: (start, end, send) of each pipeline stage; none given means one stage, busy from start_ns on for
             device_ns.
         """
-        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if wall_s == wall_s or cpu_s == cpu_s:
             self._plain.measured.append((self._rows, wall_s, cpu_s))
         self.row(
@@ -209,7 +209,7 @@ class Recorder:
         free_blocks: after the plan of the first; taken: what each plan that follows took, that of the iteration after
         the leap included. inside: one for all, or one each.
         """
-        chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
         steps = len(ends_ns)
