@@ -204,7 +204,7 @@ class Rank(Replica):
                 step.planned_ns,
                 step.start_ns,
                 step.end_ns,
-                *shape[1:],
+                *shape[1:7],
                 len(batch.preempted) if batch is not None else 0,
                 part.running,
                 part.waiting,
@@ -469,7 +469,7 @@ class RankGroup:
             cohort = (grown[0].number, grown[1], grown[2])
             taken = rank.leap(batch, ends[:done])
         inside = _inside_each(rank._inside, part.shape, done)
-        _, decodes, total, longest, *rest = part.shape
+        _, decodes, total, longest, *rest = part.shape[:7]
         number, step, size = cohort
         planned, free = first.planned_ns, part.free_blocks
         own = device[at].tolist()

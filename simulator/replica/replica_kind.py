@@ -167,13 +167,8 @@ def _check_ranks(config: ReplayConfig, model: ModelSpec) -> None:
     """SimulationError for what does not go together with ranks."""
     if config.dp > 1 and config.afd:
         raise SimulationError(f"--afd with --dp {config.dp}: expected the devices inside --afd alone")
-    if config.ep and not has_experts(model):
+    if config.ep and not model.experts:
         raise SimulationError(f"--ep: {model.name} has no experts to deal over devices; leave --ep out")
-
-
-def has_experts(model: ModelSpec) -> bool:
-    """Whether some of a model's layers are mixtures of experts."""
-    return bool(getattr(model, "experts", 0))
 
 
 def _with_defaults_of(named: NamedEngine, config: ReplayConfig, gpu: Hardware) -> ReplayConfig:
