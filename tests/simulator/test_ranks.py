@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics import Recorder
+from metrics import Recorder, summarise
+from metrics.drawing.perfetto import write_timeline
+from metrics.drawing.pipeline_figures import gantt
+from metrics.measures.bubble_causes import HOST, RANK
+from metrics.measures.ranks import rank_rows
+from metrics.pipelines.bubbles import find_bubbles
 from metrics.run_folder.columns import TABLES
 from policies import BatchShape
 from simulator.config import ReplayConfig
@@ -56,6 +62,36 @@ def test_a_step_starts_together_and_ends_with_its_slowest_rank():
     assert requests["rank"].tolist() == [0, 1]
     assert requests["first_token_s"].tolist() == pytest.approx([3.0, 3.0])
     assert requests["finished_s"].tolist() == pytest.approx([5.2, 4.1])
+
+
+def test_waiting_for_a_slower_rank_is_a_bubble_with_a_cause_of_its_own(tmp_path):
+    # As above, with a host that takes 0.25 s after each step: rank 1 waits for 1.5 s of its three steps' 5.2 s.
+    cost = Exchanging(device_ns=S, per_row_ns=S // 10, after_ns=S // 4)
+    tables = run([(0.0, 20, 3), (0.0, 5, 2)], cost)
+    first, second = find_bubbles(tables).gaps
+    assert (first.rank, second.rank) == (0, 1)
+    assert second.cause_ns[:, RANK].tolist() == [15 * S // 10, 0, 0]
+    assert first.cause_ns[:, RANK].sum() == 0
+    assert second.cause_ns[:, HOST].tolist() == first.cause_ns[:, HOST].tolist() == [S // 4] * 3
+    fast, slow = rank_rows(tables)
+    assert (slow["waiting_s"], slow["dummy_steps"], slow["tokens"]) == (1.5, 1, 6)
+    assert slow["waiting_share"] == pytest.approx(1.5 / 5.2)
+    assert fast["waiting_s"] == 0
+    summary = summarise(tables)
+    assert summary["rank_waiting_share"] == pytest.approx(1.5 / 10.4)
+    assert summary["rank_waiting_share_max"] == pytest.approx(1.5 / 5.2)
+    assert summary["bubble_share_rank"] == pytest.approx(1.5 / (2 * 5.95))
+    assert summary["rank_dummy_share"] == pytest.approx(1 / 6)
+    assert summary["rank_imbalance"] == pytest.approx(22 / 14)
+    # A track a rank in the timeline, a row a rank in the Gantt chart.
+    events = json.loads(write_timeline(tmp_path / "timeline.json", tables).read_text())["traceEvents"]
+    tracks = [event["args"]["name"] for event in events if event.get("name") == "thread_name"]
+    assert tracks == ["rank 0 stage 0", "rank 1 stage 0"]
+    slices = [(event["tid"], event["name"]) for event in events if event["ph"] == "B"]
+    assert slices.count((2, "bubble: waiting for a rank")) == 1
+    assert slices.count((2, "dummy")) == 1
+    axes = gantt({"run": tables}, {"run": find_bubbles(tables)}).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
 def test_the_cost_of_an_exchange_is_asked_for_all_ranks_at_once():
