@@ -81,12 +81,13 @@ class RunTables:
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            names = None if columns is None else list(columns)
+            names = schema(name).names if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                found = pq.read_table(held, columns=names, memory_map=True)
-                if RANK not in found.column_names and (names is None or RANK in names):
-                    found = _all_rank_0(found, names or schema(name).names, self.rows(name))
-                return found
+                if RANK in names and not self.has_ranks(name):
+                    there = [each for each in names if each != RANK]
+                    return _all_rank_0(pq.read_table(held, columns=there, memory_map=True), names, self.rows(name))
+                wanted = names if columns is not None else None
+                return pq.read_table(held, columns=wanted, memory_map=True)
         return held if columns is None else held.select(list(columns))
 
     def has_ranks(self, name: str) -> bool:
@@ -182,9 +183,8 @@ def _all_rank_0(table: pa.Table, names: Sequence[str], rows: int) -> pa.Table:
     """A table of an earlier version with the column that it lacks."""
     import pyarrow as pa
 
-    columns = {name: table.column(name) for name in names if name != RANK}
-    columns[RANK] = pa.chunked_array([pa.array(np.zeros(rows, np.int32))])
-    return pa.table({name: columns[name] for name in names})
+    zeros = pa.array(np.zeros(rows, np.int32))
+    return pa.table({name: zeros if name == RANK else table.column(name) for name in names})
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

@@ -102,7 +102,11 @@ def print_advice(advice: Advice, out: Path | None) -> None:
     engine = load_engine(advice.config.engine)
     keys = {"max_num_batched_tokens": "token_budget", "gpu_memory_utilization": "memory"}
     keys |= {"long_prefill_token_threshold": "long_prefill"}
-    flags = engine_flags(engine.name, {keys.get(name, name): value for name, value in advice.vllm_flags.items()})
+    config = advice.config
+    parallel = {name: getattr(config, name) for name in ("tp", "pp", "dp") if getattr(config, name) > 1}
+    parallel |= {"ep": True} if config.ep else {}
+    settings = {keys.get(name, name): value for name, value in advice.vllm_flags.items()}
+    flags = engine_flags(engine.name, parallel | settings)
     served = "vLLM" if engine.name == NONE else engine.name
     console.print(
         f"with {served}, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests "

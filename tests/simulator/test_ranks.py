@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics import Recorder, summarise
+from metrics import Recorder, read_run, summarise, write_run
 from metrics.drawing.perfetto import write_timeline
 from metrics.drawing.pipeline_figures import gantt
 from metrics.measures.bubble_causes import HOST, RANK
 from metrics.measures.ranks import rank_rows
 from metrics.pipelines.bubbles import find_bubbles
-from metrics.run_folder.columns import TABLES
+from metrics.run_folder.columns import TABLES, schema
 from policies import BatchShape
+from profiler.operators.named_engines import engine_flags
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.rank_group import DUMMY, shapes_of_step
@@ -143,6 +145,27 @@ def test_vllm_counts_waiting_requests_four_times_and_sees_them_late():
     cost = ConstantCost(S)
     tables = run(rows, cost, rank_router="vllm_ranks", max_num_seqs=1)
     assert tables.column("requests", "rank").tolist() == [0, 1, 0, 1, 0, 1, 1]
+
+
+def test_parallelism_is_spelled_as_vllm_spells_it():
+    flags = engine_flags("vllm:0.19", {"tp": 4, "dp": 2, "ep": True, "token_budget": 512})
+    assert flags == (
+        "--tensor-parallel-size 4 --data-parallel-size 2 --enable-expert-parallel --max-num-batched-tokens 512"
+    )
+
+
+def test_a_run_folder_from_before_there_were_ranks_is_read_as_rank_0(tmp_path):
+    made = replay(trace_of([(0.0, 8, 4)] * 3), ReplayConfig(num_blocks=40), cost=ConstantCost(S))
+    folder = made.write(tmp_path / "run")
+    for name in TABLES:
+        table = pq.read_table(folder / f"{name}.parquet")
+        pq.write_table(table.drop_columns("rank"), folder / f"{name}.parquet")
+    back = read_run(folder)
+    assert set(back.column("requests", "rank").tolist()) == {0}
+    assert back.ranks == 1
+    assert back.requests.equals(made.tables.requests)
+    write_run(tmp_path / "again", back, back.config)
+    assert pq.read_schema(tmp_path / "again" / "stages.parquet").names == schema("stages").names
 
 
 OPTIONS = st.fixed_dictionaries(
