@@ -57,12 +57,24 @@ class Engine:
         """Devices of one replica."""
         if self.config.afd:
             return make_apart(self.config.afd).devices
-        return self.config.tp * self.config.pp
+        return self.config.tp * self.config.pp * self.config.dp
 
     @property
     def kv_devices(self) -> int:
-        """Those of them that hold keys and values: attention's alone, where the FFN has devices of its own."""
-        return make_apart(self.config.afd).attention if self.config.afd else self.devices
+        """Devices of one rank that hold keys and values: attention's alone, where the FFN has devices of its own."""
+        return make_apart(self.config.afd).attention if self.config.afd else self.config.tp * self.config.pp
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of one replica, each with a scheduler and KV of its own."""
+        return self.config.dp
+
+    @property
+    def together(self) -> bool:
+        """Whether the ranks of a replica step together: expert layers exchange tokens between them, or somebody says
+        so. Ranks of a dense model are independent (vLLM runs their engines apart since 0.12)."""
+        wanted = self.config.ranks_step == "together"
+        return self.ranks > 1 and (wanted or own_form(self.cost, "ranks_ns", "stage_ns") is not None)
 
     @property
     def ahead(self) -> bool:
@@ -134,6 +146,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
     model = load_model_spec(config.model)
+    _check_ranks(config, model)
     max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
@@ -145,7 +158,20 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
-    return Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+    engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+    if engine.together and config.pp > 1:
+        raise SimulationError(
+            f"--dp {config.dp} with --pp {config.pp}: ranks that step together have one stage each; leave --pp out"
+        )
+    return engine
+
+
+def _check_ranks(config: ReplayConfig, model: ModelSpec) -> None:
+    """SimulationError for what does not go together with ranks."""
+    if config.dp > 1 and config.afd:
+        raise SimulationError(f"--afd with --dp {config.dp}: expected the devices inside --afd alone")
+    if config.ep and not model.experts:
+        raise SimulationError(f"--ep: {model.name} has no experts to deal over devices; leave --ep out")
 
 
 def _with_defaults_of(named: NamedEngine, config: ReplayConfig, gpu: Hardware) -> ReplayConfig:
@@ -182,6 +208,7 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
         # Made anew: what it keeps is nobody else's.
         options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
         options |= {"dtype": config.dtype, "kv_dtype": config.kv_dtype, "tp": tp, "pp": config.pp, "layer_split": split}
+        options |= {"dp": config.dp, "ep": config.ep}
         return load_cost_model(model, gpu, cost_model=name, **options)
     if name not in ("auto", "roofline") and (file := Path(name)).is_file():
         name, content = str(file.resolve()), digest_of(name)
