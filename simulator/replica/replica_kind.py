@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
+from policies.scheduling.make_scheduler import LEAST_ROOM
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
+from profiler.errors import ProfileError
 from profiler.load import is_own_class
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.named_engines import NONE, NamedEngine, load_engine
 from profiler.own_forms import own_form, whole_ns
 from profiler.specs.dtypes import dtype_bytes
-from profiler.specs.memory_plan import plan_memory
+from profiler.specs.memory_plan import MemoryPlan, plan_memory
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
@@ -298,7 +301,8 @@ def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Har
             share=share,
             **room,
         )
-    return plan_memory(
+    plan = partial(
+        plan_memory,
         model,
         gpu,
         dtype=dtype,
@@ -308,8 +312,32 @@ def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Har
         layer_split=config.layer_split,
         block_size=config.block_size,
         utilisation=share,
-        **room,
+        max_num_seqs=room["max_num_seqs"],
+    )
+    whole_prompt = room["activation_tokens"] >= max_model_len
+    return plan(
+        activation_tokens=room["activation_tokens"] if not whole_prompt else _longest_prompt(plan, room)
     ).num_blocks
+
+
+def _longest_prompt(plan: Callable[..., MemoryPlan], room: Mapping[str, int]) -> int:
+    """Tokens of the longest prompt whose activations and KV fit together: a longer one never runs, so nothing is kept
+    for it, and it is rejected by the pool that this leaves."""
+    least, most = min(LEAST_ROOM, room["activation_tokens"]), room["activation_tokens"]
+
+    def fits(tokens: int) -> bool:
+        try:
+            found = plan(activation_tokens=tokens)
+        except ProfileError:
+            return False
+        return found.num_blocks * found.block_size >= tokens
+
+    if fits(most) or not fits(least):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
 
 
 def _memory_rule(config: ReplayConfig, policy: Policy) -> float:
