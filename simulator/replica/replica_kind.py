@@ -25,6 +25,7 @@ from profiler.specs.memory_plan import MemoryPlan, plan_memory
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
+from simulator.replica.fast_costs import form_of_ranks
 from simulator.replica.front_end import FrontEndTimes
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
@@ -74,7 +75,7 @@ class Engine:
         """Whether the ranks of a replica step together: expert layers exchange tokens between them, or somebody says
         so. Ranks of a dense model are independent (vLLM runs their engines apart since 0.12)."""
         wanted = self.config.ranks_step == "together"
-        return self.ranks > 1 and (wanted or own_form(self.cost, "ranks_ns", "stage_ns") is not None)
+        return self.ranks > 1 and (wanted or form_of_ranks(self.cost) is not None)
 
     @property
     def ahead(self) -> bool:
@@ -159,6 +160,9 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
     engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+    ranks = getattr(cost, "ranks", config.dp)
+    if form_of_ranks(cost) is not None and ranks != config.dp:
+        raise SimulationError(f"cost model {cost.name}: found {ranks} ranks, expected {config.dp}, as --dp says")
     if engine.together and config.pp > 1:
         raise SimulationError(
             f"--dp {config.dp} with --pp {config.pp}: ranks that step together have one stage each; leave --pp out"

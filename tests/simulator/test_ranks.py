@@ -21,8 +21,10 @@ from metrics.pipelines.bubbles import find_bubbles
 from metrics.run_folder.columns import TABLES, schema
 from policies import BatchShape
 from profiler.operators.named_engines import engine_flags
+from profiler.operators.scaled_phases import scaled
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.replica.fast_costs import form_of_ranks
 from simulator.replica.rank_group import DUMMY, shapes_of_step
 from simulator.simulation import make_cluster_plan, replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -168,6 +170,19 @@ def test_a_run_folder_from_before_there_were_ranks_is_read_as_rank_0(tmp_path):
     assert pq.read_schema(tmp_path / "again" / "stages.parquet").names == schema("stages").names
 
 
+def test_costs_of_ranks_keep_their_exchange_under_scales():
+    cost = Exchanging(1000, per_row_ns=10, exchange_ns=1)
+    chunk, decodes = BatchShape(((30, 0),), 0, 0, 0, 0, 1), BatchShape((), 10, 90, 9, 0, 10)
+    slower = scaled(cost, (2.0, 3.0))
+    assert form_of_ranks(slower)([chunk, decodes]) == [2 * (1300 + 40), 3 * (1100 + 40)]
+    assert form_of_ranks(scaled(ConstantCost(1000), (2.0, 3.0))) is None
+
+
+def test_a_cost_model_of_other_ranks_is_refused():
+    with pytest.raises(SimulationError, match="cost model constant: found 3 ranks, expected 2, as --dp says"):
+        run([(0.0, 8, 4)], Exchanging(S, ranks=3))
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["chunked", "vllm_v1", "orca", "prefill_priority", "decode_maximal"]),
@@ -192,9 +207,18 @@ def traced(rows: list[tuple[float, int, int]]) -> Any:
     return trace_of(list(zip(np.cumsum(gaps).tolist(), prompts, outputs))).with_timeout(30.0)
 
 
-@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]))
+POOLS = {
+    "pools": ({"role": "prefill", "replicas": 2}, {"role": "decode"}),
+    "kv_bandwidth": 5e9,
+    "replicas": 1,
+}
+"""Prompts on ranks of two replicas, answers on the ranks of a third."""
+
+
+@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]), st.sampled_from([{}, {}, POOLS]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows):
+def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows, pools, layerwise):
+    options = {**options, **pools, "layerwise_kv": layerwise and bool(pools)}
     trace = traced(rows)
     cost = Exchanging(
         S // 10, S // 100, S // 200, per_row_ns=S // 1000, per_context_ns=S // 5000, exchange_ns=S // 700,
