@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +46,8 @@ class Column(NamedTuple):
 
 
 RANK = "rank"
-"""The one column that folders written before there were ranks lack: all of theirs is rank 0."""
+LATER: dict[str, float] = {RANK: 0, "activated_experts": math.nan}
+"""Columns that folders of earlier versions lack, and what all of their rows are taken to hold."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
@@ -99,6 +101,12 @@ ITERATIONS = (
     Column("inside", "bool", "the batch shape lies in the cost model's measured region"),
     Column("wall_s", "float64", "wall-clock time of the iteration (live runs; NaN in simulated ones)"),
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
+    Column(
+        "activated_experts",
+        "float64",
+        "experts that at least one row went to, mean over layers with experts: counted in live runs, expected in "
+        "simulated ones (NaN where unknown or without experts)",
+    ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import RANK, TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import LATER, RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,21 +83,32 @@ class RunTables:
 
             names = schema(name).names if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                if RANK in names and not self.has_ranks(name):
-                    there = [each for each in names if each != RANK]
-                    return _all_rank_0(pq.read_table(held, columns=there, memory_map=True), names, self.rows(name))
+                if lacking := self.lacks(name).intersection(names):
+                    there = [each for each in names if each not in lacking]
+                    return _filled(pq.read_table(held, columns=there, memory_map=True), name, names, self.rows(name))
                 wanted = names if columns is not None else None
                 return pq.read_table(held, columns=wanted, memory_map=True)
         return held if columns is None else held.select(list(columns))
 
-    def has_ranks(self, name: str) -> bool:
-        """Whether a table says of its rows which rank they are of, as all do but those of earlier versions on disk."""
+    def lacks(self, name: str) -> set[str]:
+        """Columns that a table does not have because an earlier version wrote it."""
         held = self._tables[name]
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return RANK in pq.read_schema(held).names
-        return True
+            return LATER.keys() & set(schema(name).names) - set(pq.read_schema(held).names)
+        return set()
+
+    def put_column(self, table: str, name: str, values: NDArray[Any]) -> None:
+        """Replace a column of a table in memory; for tables on disk nothing is done."""
+        import pyarrow as pa
+
+        held = self._tables[table]
+        if isinstance(held, Path):
+            return
+        place = held.schema.get_field_index(name)
+        field = held.schema.field(place)
+        self._tables[table] = held.set_column(place, field, pa.array(values, field.type))
 
     def rows(self, name: str) -> int:
         held = self._tables[name]
@@ -179,12 +190,16 @@ class RunTables:
         return {"row": rows, **fields}
 
 
-def _all_rank_0(table: pa.Table, names: Sequence[str], rows: int) -> pa.Table:
-    """A table of an earlier version with the column that it lacks."""
+def _filled(table: pa.Table, name: str, names: Sequence[str], rows: int) -> pa.Table:
+    """A table of an earlier version with the columns that it lacks."""
     import pyarrow as pa
 
-    zeros = pa.array(np.zeros(rows, np.int32))
-    return pa.table({name: zeros if name == RANK else table.column(name) for name in names})
+    def column(each: str) -> Any:
+        if each in table.column_names:
+            return table.column(each)
+        return pa.array(np.full(rows, LATER[each]), schema(name).field(each).type)
+
+    return pa.table({each: column(each) for each in names})
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:
