@@ -129,6 +129,8 @@ def _request_table(matrix: Ints, order: Ints, ended: Ended) -> pa.Table:
         "reason": _rare(ids, ended.reasons, ""),
         "session": _rare(ids, ended.sessions, None),
         "slo": _rare(ids, ended.slos, None),
+        "tenant": _rare(ids, ended.tenants, None),
+        "program": _rare(ids, ended.programs, None),
     }
     for field in schema("requests"):
         if field.name not in columns:

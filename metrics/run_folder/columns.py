@@ -67,7 +67,12 @@ REQUESTS = (
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),
+    Column("tenant", "string", "on whose behalf it was served (null if nobody is named)"),
+    Column("program", "string", "tree of calls it belongs to, where the trace names one (null if none)"),
 )
+
+LATER: dict[str, tuple[str, ...]] = {"requests": ("tenant", "program")}
+"""Columns that older run folders do not have: null there."""
 
 ITERATIONS = (
     Column("replica", "int32", "replica that ran it"),

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.run_folder.columns import FIGURES, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_folder.columns import FIGURES, LATER, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
 from metrics.run_folder.config_check import AS_WRITTEN, check_config, digests
 from policies.edges.compiling import how_built
 from policies.edges.input_file import read_json, shown_path
@@ -176,6 +176,8 @@ def _check_table(file: Path, name: str) -> None:
         raise MetricsError(f"{file}: found something unreadable, expected a parquet file ({_line(error)})") from error
     for field in schema(name):
         position = found.get_field_index(field.name)
+        if position < 0 and field.name in LATER.get(name, ()):
+            continue
         if position < 0:
             raise MetricsError(f"{file}: found no column {field.name!r}, expected {name} to have it")
         if found.field(position).type != field.type:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import LATER, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,10 +78,8 @@ class RunTables:
         """One table, or some of its columns."""
         held = self._tables[name]
         if isinstance(held, Path):
-            import pyarrow.parquet as pq
-
             with self._the_one_that_was_opened(name, held):
-                return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
+                return _read(held, name, list(columns) if columns is not None else None)
         return held if columns is None else held.select(list(columns))
 
     def rows(self, name: str) -> int:
@@ -149,6 +147,24 @@ class RunTables:
         rows = np.repeat(np.arange(len(nested)), as_numpy(pc.list_value_length(nested)))
         fields = {field.name: as_numpy(pc.struct_field(flat, field.name)) for field in flat.type}
         return {"row": rows, **fields}
+
+
+def _read(file: Path, name: str, wanted: list[str] | None) -> pa.Table:
+    """A table of a run folder; columns that the version which wrote it did not know are null."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    asked = [column for column in LATER.get(name, ()) if wanted is None or column in wanted]
+    there = pq.read_schema(file).names if asked else []
+    lacking = [column for column in asked if column not in there]
+    read = wanted if wanted is None else [column for column in wanted if column not in lacking]
+    table = pq.read_table(file, columns=read, memory_map=True)
+    rows = pq.read_metadata(file).num_rows if lacking else 0
+    for column in lacking:
+        nulls = pa.nulls(rows, pa.string())
+        field = schema(name).field(column)
+        table = table.append_column(field, nulls) if table.num_columns else pa.table([nulls], schema=pa.schema([field]))
+    return table.select(wanted) if wanted is not None and lacking else table
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:
