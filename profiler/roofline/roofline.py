@@ -139,7 +139,7 @@ class Roofline:
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time of one stage in ns. The simulator's inner loop: predict_ns is its readable twin."""
-        chunks, rows, context, _, dummy, sampled, executed = shape
+        chunks, rows, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[stage]
         ns = 0
         if rows:
@@ -166,7 +166,7 @@ class Roofline:
 
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
-        chunks, decodes, context, _, dummy, sampled, executed = shape
+        chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[0]
         ns = 0
         rows = decodes
@@ -213,7 +213,7 @@ class Roofline:
 
     def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
         """(stage_ns, send_ns) of every stage: what they share is worked out once."""
-        chunks, decodes, context, _, dummy, sampled, executed = shape
+        chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         rows = decodes + dummy
         if decodes and self._window:
             context = min(context, decodes * self._window)
