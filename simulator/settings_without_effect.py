@@ -54,6 +54,8 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
     routers = [config.router] if config.replicas > 1 or config.pools or config.autoscale else []
     if "decode" in roles:
         routers.append(config.decode_router)
+    if config.dp > 1 or any(int(pool.get("dp", 1)) > 1 for pool in config.pools):
+        routers.append(config.rank_router)
     notes = []
     for name in dict.fromkeys(routers):
         column = router_class(name).routes_by

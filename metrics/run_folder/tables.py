@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +51,7 @@ class RunTables:
             raise MetricsError(f"run: found no table {missing[0]}, expected {', '.join(TABLES)}")
         self._tables = dict(tables)
         self._opened = dict(opened or {})
+        self._ranks: int | None = None
         self.config: dict[str, Any] = dict(config or {})
         self.summary: dict[str, Any] = dict(summary or {})
 
@@ -80,9 +81,23 @@ class RunTables:
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
+            names = schema(name).names if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
+                if RANK in names and not self.has_ranks(name):
+                    there = [each for each in names if each != RANK]
+                    return _all_rank_0(pq.read_table(held, columns=there, memory_map=True), names, self.rows(name))
+                wanted = names if columns is not None else None
+                return pq.read_table(held, columns=wanted, memory_map=True)
         return held if columns is None else held.select(list(columns))
+
+    def has_ranks(self, name: str) -> bool:
+        """Whether a table says of its rows which rank they are of, as all do but those of earlier versions on disk."""
+        held = self._tables[name]
+        if isinstance(held, Path):
+            import pyarrow.parquet as pq
+
+            return RANK in pq.read_schema(held).names
+        return True
 
     def rows(self, name: str) -> int:
         held = self._tables[name]
@@ -117,6 +132,19 @@ class RunTables:
         """One column as a numpy array (strings as objects); not for the nested columns."""
         return as_numpy(self.table(table, [name]).column(name))
 
+    def engines(self, table: str) -> Ints:
+        """Per row, a number of the engine (one rank of one replica) it is of: replica * ranks + rank."""
+        rank = self.column(table, RANK).astype(np.int64)
+        return self.column(table, "replica").astype(np.int64) * self.ranks + rank
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of a replica, of those that ran or rejected anything; 1 without."""
+        if self._ranks is None:
+            highest = [self.column(table, RANK).max(initial=0) for table in ("iterations", "requests")]
+            self._ranks = int(max(highest)) + 1
+        return self._ranks
+
     def column_ns(self, table: str, name: str) -> Ints:
         """One column of times as integer nanoseconds."""
         return to_ns(self.column(table, name))
@@ -149,6 +177,14 @@ class RunTables:
         rows = np.repeat(np.arange(len(nested)), as_numpy(pc.list_value_length(nested)))
         fields = {field.name: as_numpy(pc.struct_field(flat, field.name)) for field in flat.type}
         return {"row": rows, **fields}
+
+
+def _all_rank_0(table: pa.Table, names: Sequence[str], rows: int) -> pa.Table:
+    """A table of an earlier version with the column that it lacks."""
+    import pyarrow as pa
+
+    zeros = pa.array(np.zeros(rows, np.int32))
+    return pa.table({name: zeros if name == RANK else table.column(name) for name in names})
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

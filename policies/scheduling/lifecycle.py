@@ -15,6 +15,7 @@ from policies.kv_memory.swap import Preemption
 from policies.scheduling.handover import Handover
 from policies.scheduling.lockstep import Lockstep
 from policies.work.request import Ns, Request
+from policies.work.speculator import Speculator
 from policies.work.track import Track
 
 
@@ -23,7 +24,6 @@ class Roster(Lockstep):
 
     token_budget: int
     max_num_seqs: int
-    max_model_len: int
     longest_by: str
     watermark_blocks: int
     tracks: dict[int, Track]
@@ -292,6 +292,8 @@ class Roster(Lockstep):
             # Promised tokens of its flight are dropped: they are owed again.
             first = len(cohort.times)
             unreceived = cohort.planned - (first if first > track.segment_start else track.segment_start)
+            if isinstance(cohort, Speculator):
+                unreceived = cohort.promised
             cohort.leave(track)
             if unreceived > 0:
                 queues.decode_tokens_promised += unreceived

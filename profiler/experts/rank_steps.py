@@ -24,6 +24,7 @@ class RankSteps:
     """Mixed into a cost model that has `_shared`: ns of what all ranks do together, by the rows of all of them."""
 
     ranks: int
+    graph_rows: int = 0
     _shared: RowTable
     stage_ns: Any
     repeat_ns: Any

@@ -170,7 +170,7 @@ class Roofline:
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time of one stage in ns. The simulator's inner loop: predict_ns is its readable twin."""
-        chunks, rows, context, _, dummy, sampled, executed = shape
+        chunks, rows, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[stage]
         ns = 0
         pairs: float
@@ -198,7 +198,7 @@ class Roofline:
 
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
-        chunks, decodes, context, _, dummy, sampled, executed = shape
+        chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[0]
         ns = 0
         pairs: float
@@ -246,7 +246,7 @@ class Roofline:
 
     def stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
         """(stage_ns, send_ns) of every stage: what they share is worked out once."""
-        chunks, decodes, context, _, dummy, sampled, executed = shape
+        chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         rows = decodes + dummy
         touched = self._decode_kv(decodes, context) if self._differ else context + 2 * decodes
         pairs = kv = 0.0

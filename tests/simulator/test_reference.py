@@ -59,7 +59,7 @@ def rows_of(run: RunTables, table: str, *, without: str = "") -> list[tuple[Any,
 def token_times(run: RunTables) -> dict[int, list[float]]:
     """Every token's time of every request, seconds."""
     tokens, segments = run.table("tokens").to_pydict(), run.table("segments").to_pydict()
-    steps = dict(zip(zip(tokens["replica"], tokens["cohort"], tokens["step"]), tokens["time_s"]))
+    steps = dict(zip(zip(*(tokens[name] for name in ("replica", "rank", "cohort", "step"))), tokens["time_s"]))
     times: dict[int, list[float]] = {}
     for request, *where, first, end in zip(*segments.values()):
         times.setdefault(request, []).extend(steps[(*where, step)] for step in range(first, end))

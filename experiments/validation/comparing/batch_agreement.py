@@ -200,7 +200,7 @@ def _columns(batch: Batch, scheduler: Scheduler) -> dict[str, Any]:
             chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
         else:
             cohorts.append((part.cohort.number, part.step, part.size))
-    _, decodes, total, largest, dummy, sampled, _ = batch.shape
+    _, decodes, total, largest, dummy, sampled, *_ = batch.shape
     return {
         "chunks": chunks,
         "cohorts": cohorts,
