@@ -21,6 +21,7 @@ class Track:
         before the next token can be sampled; a decoding request lacks exactly 1.
     produced: tokens delivered in closed segments; a member of a cohort owes the rest to the cohort's steps.
     ends_after: output tokens after which the oracle ends it (never more than the declared limit).
+    drafts: tokens drafted for it after its last step, to be verified in its next (only with speculation).
     blocks: KV blocks held when the request last joined a cohort, or now if it is in none.
     segments: (cohort number, from step, to step), half-open; with the cohorts' times they give every token's time.
     """
@@ -35,6 +36,7 @@ class Track:
         "cohort",
         "computed",
         "decodes_from",
+        "drafts",
         "ends_after",
         "epoch",
         "finished_ns",
@@ -63,6 +65,7 @@ class Track:
         self.computed = computed
         self.chunks_in_flight = 0
         self.closing = False
+        self.drafts = 0
         self.hands_over = False
         self.cohort: Cohort | None = None
         self.base = 0

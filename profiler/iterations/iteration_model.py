@@ -153,7 +153,7 @@ class IterationModel:
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time in ns; the simulator's inner loop, `predict_ns` is its vector twin."""
-        chunks, decodes, total, largest, dummy, sampled, executed = shape
+        chunks, decodes, total, largest, dummy, sampled, executed, _, _, _ = shape
         step, p_sampled, p_chunk, p_pairs, p_context, p_decode, p_total, p_largest, p_mixed = self._prices[:9]
         rows = decodes
         ns = int(step + 0.5) + int(sampled * p_sampled + 0.5)

@@ -357,7 +357,7 @@ class PlainReplica:
         inside: bool,
     ) -> None:
         """`Recorder.iteration` in numbers alone."""
-        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = batch.shape
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = batch.shape
         chunks = batch.chunks
         num_chunks, num_stages = len(chunks), len(stages) // STAGE_FIELDS
         request = tokens = prefix = num_cohorts = number = step = size = 0
