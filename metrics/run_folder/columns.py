@@ -136,6 +136,10 @@ STAGES = (
     Column("send_s", "float64", "time to move its output to the next stage (0 on the last)"),
 )
 
+SERVED = ("trace", "wire")
+"""Tables that only a served session has (workloads.door.session): the requests as a trace, and when
+each token was written."""
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,
     "iterations": ITERATIONS,
