@@ -24,7 +24,7 @@ RUN_VERSION = 1
 
 FIGURES = (
     "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
-    "request_bubble_cdf", "frontier",
+    "request_bubble_cdf", "frontier", "service_by_tenant",
 )  # fmt: skip
 """What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
 

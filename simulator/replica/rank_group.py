@@ -379,7 +379,10 @@ class RankGroup:
         finished: list[tuple[Rank, Sequence[Track]]] = []
         for rank, part in zip(self.ranks, step.parts):
             if part.batch is not None:
-                finished.append((rank, rank.scheduler.deliver(part.batch, step.end_ns)))
+                ended = rank.scheduler.deliver(part.batch, step.end_ns)
+                finished.append((rank, ended))
+                if rank.on_batch is not None:
+                    rank.on_batch(rank, part.batch, step.end_ns, ended)
             rank.record(step, part)
         for rank, tracks in finished:
             rank.ended(tracks)
