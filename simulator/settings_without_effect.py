@@ -9,7 +9,7 @@ from simulator.config import ReplayConfig
 from simulator.routers import router_class
 from workloads import Trace
 from workloads.generating.shared_prefixes import caches_prefixes, what_prompts_share
-from workloads.priorities import notes_on_priorities
+from workloads.priorities import notes_on_priorities, notes_on_turns
 
 
 def notes_of_run(config: ReplayConfig, trace: Trace) -> list[str]:
@@ -66,7 +66,7 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
             )
     policies = {str(pool["policy"]): pool for pool in config.pools if "policy" in pool}
     for policy, knobs in {config.policy: config.knobs, **policies}.items():
-        notes += notes_on_priorities(trace, policy, knobs)
+        notes += notes_on_priorities(trace, policy, knobs) + notes_on_turns(trace, policy)
     if caches_prefixes(config.prefix_caching, config.knobs) and not shared:
         notes.append(
             "--prefix-caching: the trace has no prefix_hashes, no prompt_ids, and no session whose prompts hold it so "

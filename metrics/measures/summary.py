@@ -22,6 +22,7 @@ from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
+from metrics.measures.tenants import tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
@@ -116,6 +117,7 @@ class _Whole:
                 model_bytes if model_bytes is not None else config.get("model_bytes"),
             ),
             **_bubbles(run),
+            **tenant_summary(run),
             **rank_summary(run),
         }
 

@@ -25,7 +25,7 @@ RUN_VERSION = 1
 
 FIGURES = (
     "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
-    "request_bubble_cdf", "frontier",
+    "request_bubble_cdf", "frontier", "service_by_tenant",
 )  # fmt: skip
 """What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
 
@@ -46,8 +46,10 @@ class Column(NamedTuple):
 
 
 RANK = "rank"
-LATER: dict[str, float] = {RANK: 0, "activated_experts": math.nan}
-"""Columns that folders of earlier versions lack, and what all of their rows are taken to hold."""
+"""Which of its replica's ranks a row is of."""
+
+LATER: dict[str, float | None] = {RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan}
+"""Columns that run folders of earlier versions do not have, and what stands for them there."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
@@ -73,7 +75,10 @@ REQUESTS = (
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),
+    Column("tenant", "string", "on whose behalf it was served (null if nobody is named)"),
+    Column("program", "string", "tree of calls it belongs to, where the trace names one (null if none)"),
 )
+
 
 ITERATIONS = (
     Column("replica", "int32", "replica that ran it"),
@@ -137,6 +142,10 @@ STAGES = (
     Column("end_s", "float64", "the stage is done with the batch"),
     Column("send_s", "float64", "time to move its output to the next stage (0 on the last)"),
 )
+
+SERVED = ("trace", "wire")
+"""Tables that only a served session has (workloads.door.session): the requests as a trace, and when
+each token was written."""
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,

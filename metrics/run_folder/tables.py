@@ -79,25 +79,18 @@ class RunTables:
         """One table, or some of its columns."""
         held = self._tables[name]
         if isinstance(held, Path):
-            import pyarrow.parquet as pq
-
-            names = schema(name).names if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                if lacking := self.lacks(name).intersection(names):
-                    there = [each for each in names if each not in lacking]
-                    return _filled(pq.read_table(held, columns=there, memory_map=True), name, names, self.rows(name))
-                wanted = names if columns is not None else None
-                return pq.read_table(held, columns=wanted, memory_map=True)
+                return _read(held, name, schema(name).names if columns is None else list(columns))
         return held if columns is None else held.select(list(columns))
 
-    def lacks(self, name: str) -> set[str]:
-        """Columns that a table does not have because an earlier version wrote it."""
+    def has_all_columns(self, name: str) -> bool:
+        """Whether a table has every column of today, as all do but those of earlier versions on disk."""
         held = self._tables[name]
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return LATER.keys() & set(schema(name).names) - set(pq.read_schema(held).names)
-        return set()
+            return set(schema(name).names) <= set(pq.read_schema(held).names)
+        return True
 
     def put_column(self, table: str, name: str, values: NDArray[Any]) -> None:
         """Replace a column of a table in memory; for tables on disk nothing is done."""
@@ -190,16 +183,26 @@ class RunTables:
         return {"row": rows, **fields}
 
 
-def _filled(table: pa.Table, name: str, names: Sequence[str], rows: int) -> pa.Table:
-    """A table of an earlier version with the columns that it lacks."""
+def _read(file: Path, name: str, wanted: list[str]) -> pa.Table:
+    """Columns of a table on disk; those that the version which wrote it did not know have what stands for them."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def column(each: str) -> Any:
-        if each in table.column_names:
-            return table.column(each)
-        return pa.array(np.full(rows, LATER[each]), schema(name).field(each).type)
-
-    return pa.table({each: column(each) for each in names})
+    asked = [column for column in wanted if column in LATER]
+    there = pq.read_schema(file).names if asked else []
+    lacking = [column for column in asked if column not in there]
+    read = [column for column in wanted if column not in lacking]
+    table = pq.read_table(file, columns=read, memory_map=True)
+    if not lacking:
+        return table
+    fields, rows = schema(name), pq.read_metadata(file).num_rows
+    columns = [
+        pa.repeat(pa.scalar(LATER[column], fields.field(column).type), rows)
+        if column in lacking
+        else table.column(column)
+        for column in wanted
+    ]
+    return pa.table(columns, schema=pa.schema([fields.field(column) for column in wanted]))
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

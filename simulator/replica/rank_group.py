@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -379,7 +379,10 @@ class RankGroup:
         finished: list[tuple[Rank, Sequence[Track]]] = []
         for rank, part in zip(self.ranks, step.parts):
             if part.batch is not None:
-                finished.append((rank, rank.scheduler.deliver(part.batch, step.end_ns)))
+                ended = rank.scheduler.deliver(part.batch, step.end_ns)
+                finished.append((rank, ended))
+                if rank.on_batch is not None:
+                    rank.on_batch(rank, part.batch, step.end_ns, ended)
             rank.record(step, part)
         for rank, tracks in finished:
             rank.ended(tracks)
@@ -442,9 +445,12 @@ class RankGroup:
         first, ends, device = leap
         before = max([part.host_before_ns for part in first.parts])
         planned = [first.planned_ns, *ends]
-        for at, (rank, part) in enumerate(zip(self.ranks, first.parts)):
-            if done:
-                self._record_steps(rank, part, leap, done, at)
+        if done:
+            recorder = self.ranks[0].recorder
+            of_ranks = enumerate(zip(self.ranks, first.parts))
+            for rows in zip(*[self._rows(rank, part, leap, done, at) for at, (rank, part) in of_ranks]):
+                for row in rows:
+                    recorder.row(row)
         parts = []
         for at, part in enumerate(first.parts):
             free = self.ranks[at].scheduler.ledger.free_blocks
@@ -457,7 +463,7 @@ class RankGroup:
         self._host_free_ns = [planned[done] + part.host_before_ns for part in parts]
         self._steps.append(step)
 
-    def _record_steps(self, rank: Rank, part: Part, leap: GroupLeap, done: int, at: int) -> None:
+    def _rows(self, rank: Rank, part: Part, leap: GroupLeap, done: int, at: int) -> list[bytes]:
         """The rows of a rank for the first `done` steps of a leap, which its scheduler crosses."""
         first, ends, device = leap
         batch = part.batch
@@ -473,7 +479,7 @@ class RankGroup:
         number, step, size = cohort
         planned, free = first.planned_ns, part.free_blocks
         own = device[at].tolist()
-        rows: list[Any] = []
+        rows: list[bytes] = []
         for i in range(done):
             end = ends[i]
             rows.append(
@@ -510,8 +516,7 @@ class RankGroup:
             )
             planned = end
             free -= taken[i]
-        for row in rows:
-            rank.recorder.row(row)
+        return rows
 
 
 def _inside_each(inside: Callable[[BatchShape], bool], shape: BatchShape, steps: int) -> list[bool]:

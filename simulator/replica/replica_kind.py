@@ -146,7 +146,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         )
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
-    model = load_model_spec(config.model)
+    model, _ = load_model_spec(config.model).served_as(config.dtype, config.weight_dtype)
     _check_ranks(config, model)
     max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
@@ -212,7 +212,7 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
         # Made anew: what it keeps is nobody else's.
         options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
         options |= {"dtype": config.dtype, "kv_dtype": config.kv_dtype, "tp": tp, "pp": config.pp, "layer_split": split}
-        options |= {"dp": config.dp, "ep": config.ep}
+        options |= {"dp": config.dp, "ep": config.ep, "routing": config.routing}
         return load_cost_model(model, gpu, cost_model=name, **options)
     if name not in ("auto", "roofline") and (file := Path(name)).is_file():
         name, content = str(file.resolve()), digest_of(name)
@@ -229,6 +229,9 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
         config.pp_link,
         load_engine(config.engine),
         tuple(sorted(config.terms.items())),
+        config.dp if model.experts else 1,
+        config.ep,
+        config.routing,
     )
 
 
@@ -246,6 +249,9 @@ def _shared_cost(
     pp_link: str,
     engine: NamedEngine,
     terms: tuple[tuple[str, Any], ...],
+    dp: int,
+    ep: bool,
+    routing: str,
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
@@ -263,6 +269,9 @@ def _shared_cost(
         layer_split=layer_split,
         engine=engine,
         terms=dict(terms),
+        dp=dp,
+        ep=ep,
+        routing=routing,
         **options,
     )
 
@@ -270,6 +279,9 @@ def _shared_cost(
 def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model_len: int) -> CostModel:
     """Two groups of devices, each with the cost model of its GPU and width."""
     apart = make_apart(config.afd)
+    model.refuse_experts("--afd knows dense layers only; leave --afd out")
+    if model.weight_bits is not None or model.latent:
+        raise SimulationError(f"--afd: {model.name}: expected 16-bit weights, and keys and values of every head")
     ffn_gpu = load_hardware(apart.ffn_gpu) if apart.ffn_gpu else gpu
     policy = make_policy(config.policy, config.knobs)
     tokens = largest_batch(policy, config.token_budget, max_model_len)
@@ -288,13 +300,13 @@ def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model
 def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware, max_model_len: int) -> int:
     """What the device's memory holds beside weights and the activations of the largest batch."""
     share = _memory_rule(config, policy)
-    room = {
+    room: dict[str, Any] = {
         "activation_tokens": largest_batch(policy, config.token_budget, max_model_len),
         "max_num_seqs": max(SAMPLED_AT_LEAST, config.max_num_seqs or policy.default_max_num_seqs() or 0),
     }
     dtype = _dtype(config.dtype, model)
     if config.afd:
-        kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+        kv_dtype = model.kv_dtype(dtype, config.kv_dtype)
         return attention_blocks(
             model,
             gpu,
@@ -313,6 +325,8 @@ def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Har
         kv_dtype=config.kv_dtype,
         tp=config.tp,
         pp=config.pp,
+        dp=config.dp,
+        ep=config.ep,
         layer_split=config.layer_split,
         block_size=config.block_size,
         utilisation=share,
