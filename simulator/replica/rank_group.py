@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from simpy import Event
 
 from metrics import Recorder
-from metrics.recording.events import CHUNK_FIELDS, COHORT_FIELDS, pack_row
+from metrics.recording.events import pack_row
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from simulator.clock.virtual_time import COMPLETION, FAR, WAKE, Moment, Nanoseconds, VirtualTime
 from simulator.replica.fast_costs import later, refuse, times_of_ranks
@@ -192,37 +192,24 @@ class Rank(Replica):
         )
 
     def record(self, step: Step, part: Part) -> None:
-        """The row of a step that is complete, as `PlainReplica` records its batches."""
-        batch, shape = part.batch, part.shape
-        chunks = batch.chunks if batch is not None else []
-        cohorts = [(grown[0].number, grown[1], grown[2]) for grown in batch.grown if grown[2]] if batch else []
-        fields = [(chunk[0].request.id, chunk[1], chunk[2], chunk[3]) for chunk in chunks]
-        self.recorder.row(
-            pack_row(
-                self.number,
-                step.number,
-                step.planned_ns,
-                step.start_ns,
-                step.end_ns,
-                *shape[1:7],
-                len(batch.preempted) if batch is not None else 0,
-                part.running,
-                part.waiting,
-                part.free_blocks,
-                batch.cached_tokens if batch is not None else 0,
-                part.host_before_ns,
-                part.host_after_ns,
-                part.device_ns,
-                self._inside(shape),
-                len(fields),
-                len(cohorts),
-                0,
-                *(fields[0] if fields else (0,) * CHUNK_FIELDS),
-                *(cohorts[0] if cohorts else (0,) * COHORT_FIELDS),
-            ),
-            [field for chunk in fields[1:] for field in chunk],
-            [field for cohort in cohorts[1:] for field in cohort],
+        """The row of a step that is complete: its batch with the number and the rows of the step, or a dummy's."""
+        batch = part.batch if part.batch is not None else Batch(0, step.planned_ns, [], [], [], [], [], 0, DUMMY)
+        own = batch.number, batch.shape
+        batch.number, batch.shape = step.number, part.shape
+        self._record(
+            batch,
+            step.start_ns,
+            step.end_ns,
+            part.host_before_ns,
+            part.host_after_ns,
+            part.device_ns,
+            [],
+            part.running,
+            part.waiting,
+            part.free_blocks,
+            self._inside(part.shape),
         )
+        batch.number, batch.shape = own
 
     def ended(self, tracks: Sequence[Track]) -> None:
         """Tell of those whose last token was delivered."""
