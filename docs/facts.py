@@ -39,6 +39,7 @@ PROFILES = {
     "h200": ("aiconfigurator", "aiconfigurator/h200_sxm"),
 }
 RUNS = ("RTX4090/Llama-3.1-8B", "RTXPRO6000/Llama-3.1-8B", "RTXPRO6000/Qwen3-32B")
+SPECULATING_STEP_LOGS = ("spec_b512", "spec_preempt_b512_k90")
 STEP_LOGS = ("fp32_t2q_512", "nano_rate2_512", "preempt_b512_k250", "preempt_cache_b512_k250")
 
 
@@ -50,6 +51,10 @@ def main(source: Path) -> None:
     for name in STEP_LOGS:
         for kind in ("steps", "reqs"):
             step_log(source / f"vllm_cpu_steps/{kind}_{name}.jsonl", FACTS / f"vllm_cpu_steps/{kind}_{name}.parquet")
+    for name in SPECULATING_STEP_LOGS:
+        for kind in ("steps", "reqs"):
+            log = source / f"vllm_cpu_spec_steps/{kind}_{name}.jsonl"
+            step_log(log, FACTS / f"vllm_cpu_steps/{kind}_{name}.parquet")
     for name in ("conv", "code"):
         trace(read_trace(source / f"traces/azure2023/AzureLLMInferenceTrace_{name}.csv"), f"azure2023_{name}")
     trace(read_trace(source / "traces/mooncake/conversation_trace.jsonl"), "mooncake_conversation")

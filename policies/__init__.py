@@ -7,6 +7,7 @@ from policies.contract.draft import Draft
 from policies.contract.host import Host
 from policies.contract.policy import MemoryRule, Policy, Promises, Served, StatefulPolicy, knob
 from policies.contract.queues import Queues
+from policies.contract.speculation import Speculation
 from policies.edges.errors import PolicyError
 from policies.kv_memory.block_ledger import BlockLedger
 from policies.kv_memory.extent_ledger import ExtentLedger
@@ -14,7 +15,7 @@ from policies.kv_memory.ledger import CountingLedger, KVLedger, KVView
 from policies.registry import knobs_of, make_policy, policy_class, policy_names
 from policies.scheduling.make_scheduler import largest_batch, make_scheduler
 from policies.scheduling.scheduler import Outcome, Scheduler
-from policies.work.batch import Batch, BatchShape, Chunk, Decodes
+from policies.work.batch import Batch, BatchShape, Chunk, Decodes, Verified
 from policies.work.cohort import Cohort
 from policies.work.request import NS_PER_S, Ns, Request
 from policies.work.track import Track
@@ -43,8 +44,10 @@ __all__ = [
     "Request",
     "Scheduler",
     "Served",
+    "Speculation",
     "StatefulPolicy",
     "Track",
+    "Verified",
     "knob",
     "knobs_of",
     "largest_batch",

@@ -53,6 +53,12 @@ def slots_of_batch(kv: KVView, host: Host) -> int:
     return max(1, kv.slots // host.micro_batches)
 
 
+def rows_of_slots(kv: KVView, host: Host) -> int:
+    """Rows of a batch that B - 1 decodes and one more row take: B, or with speculation as many as their drafts need."""
+    width = 1 if host.speculation is None else 1 + host.speculation.tokens
+    return (slots_of_batch(kv, host) - 1) * width + 1
+
+
 def slot_tokens(track: Track, kv: KVView) -> int:
     """KV tokens of one slot: the longest allowed request, whatever this one needs."""
     return max(kv.longest, track.request.prompt_tokens + track.request.max_output_tokens)
@@ -92,11 +98,12 @@ def prefill_beside_decodes(
     merge: what one prompt leaves of the chunk is given to the next ones; else the chunk is of one prompt.
     """
     tile = host.tile
-    left = chunk_beside_decodes(rows, slots_of_batch(kv, host), draft.decodes, tile)
+    decode_rows = draft.decodes + draft.draft_tokens
+    left = chunk_beside_decodes(rows, rows_of_slots(kv, host), decode_rows, tile)
     shares = _shares(queues, draft, kv, left, merge)
     if align == "shrink" and shares:
         prompt, tokens = shares[-1]
-        before = draft.decodes + sum([share for _, share in shares[:-1]])
+        before = decode_rows + sum([share for _, share in shares[:-1]])
         whole_tiles = (before + tokens) // tile * tile - before
         if whole_tiles > 0:
             shares[-1] = prompt, whole_tiles

@@ -14,8 +14,8 @@ from policies.decode_maximal import (
     chunk_beside_decodes,
     decode_beside_a_prompt,
     prefill_beside_decodes,
+    rows_of_slots,
     slot_tokens,
-    slots_of_batch,
 )
 from policies.kv_memory.ledger import KVView
 from policies.sized_by_time import ChunkTime, rows_within
@@ -88,20 +88,20 @@ class DynamicChunk(Policy):
         most = max(least, self.largest)
         if not queues.anybody_decodes:
             return most
-        slots = slots_of_batch(kv, host)
+        slots = rows_of_slots(kv, host)
         decodes = draft.shape
         prefix, lacking = _progress(prompt, draft)
 
         def shape_of(rows: int) -> BatchShape:
-            tokens = min(lacking, chunk_beside_decodes(rows, slots, decodes.decodes, host.tile))
-            dummies = 0 if self.align == "none" else -(decodes.decodes + tokens) % host.tile
+            tokens = min(lacking, chunk_beside_decodes(rows, slots, decodes.decode_rows, host.tile))
+            dummies = 0 if self.align == "none" else -(decodes.decode_rows + tokens) % host.tile
             return decodes._replace(chunks=((tokens, prefix),), dummy_tokens=dummies)
 
         return rows_within(host, round(self.tbt_target_s * NS_PER_S), least, most, shape_of)
 
     def rows_by_prefix(self, prompt: Track, draft: Draft, kv: KVView, host: Host) -> int:
         """C such that this chunk on its prefix takes as long as the first one took on none."""
-        beside = slots_of_batch(kv, host) - 1
+        beside = rows_of_slots(kv, host) - 1
         least = _fewest_rows(kv, host)
         most = max(least, self.first)
         prefix, _ = _progress(prompt, draft)
@@ -130,7 +130,7 @@ class DynamicChunk(Policy):
 
 def _fewest_rows(kv: KVView, host: Host) -> int:
     """The whole number of tiles just above B - 1 decodes: no smaller batch has room for a chunk."""
-    return ((slots_of_batch(kv, host) - 1) // host.tile + 1) * host.tile
+    return ((rows_of_slots(kv, host) - 1) // host.tile + 1) * host.tile
 
 
 def _progress(prompt: Track, draft: Draft) -> tuple[int, int]:

@@ -41,7 +41,10 @@ class RequestLevel(Policy):
         if self._prefill(queues, draft, kv, host, now_ns):
             return
         cohorts = queues.cohorts
-        if cohorts:
+        if host.speculation is not None:
+            # Speculating decodes are cohorts of one: nobody can tell which of them began together.
+            draft.decode_all()
+        elif cohorts:
             # One cohort is one micro-batch; the one that has waited longest is next.
             batch = min(cohorts, key=lambda cohort: cohort.last_token_ns)
             # Blocks are short only where less than the limit was reserved (an oversubscribed memory).

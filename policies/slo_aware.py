@@ -81,17 +81,17 @@ class SloAware(Policy):
         tightest TBT target of the running requests, at least one."""
         decodes = draft.shape
         if host.estimator is None:
-            return self.chunk_size - decodes.decodes, 0
+            return self.chunk_size - decodes.decode_rows, 0
 
         def shape_of(rows: int) -> BatchShape:
-            return decodes._replace(chunks=((rows - decodes.decodes, prefix),))
+            return decodes._replace(chunks=((rows - decodes.decode_rows, prefix),))
 
-        least = (decodes.decodes // host.tile + 1) * host.tile
+        least = (decodes.decode_rows // host.tile + 1) * host.tile
         rows = max(least, self.chunk_size)
         if queues.anybody_decodes:
             limit_ns = min(self._targets_ns(slo)[1] for slo in queues.running_by_slo)
             rows = rows_within(host, limit_ns, least, rows, shape_of)
-        return rows - decodes.decodes, host.estimate_ns(shape_of(rows))
+        return rows - decodes.decode_rows, host.estimate_ns(shape_of(rows))
 
     def _most_urgent_first(
         self, queues: Queues, draft: Draft, tokens: int, iteration_ns: Ns, now_ns: Ns

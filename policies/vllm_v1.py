@@ -10,6 +10,7 @@ from policies.contract.draft import Draft
 from policies.contract.host import Host
 from policies.contract.policy import MemoryRule, Policy, Promises, knob
 from policies.contract.queues import Queues
+from policies.contract.speculation import Speculation
 from policies.kv_memory.ledger import KVView
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
@@ -45,17 +46,26 @@ class VllmV1(Policy):
         alone = queues.num_running + len(queues.waiting) == 1
         limit = self.long_prefill_token_threshold if self.long_prefill_token_threshold and not alone else 1 << 60
         by_priority = self.scheduling == "priority"
+        prefills = False
         for part in queues.running:
-            while draft.budget_left and (part.size if isinstance(part, Cohort) else part.context):
-                if draft.decode(part) if isinstance(part, Cohort) else draft.chunk(part, min(part.lacking, limit)):
+            while draft.budget_left > 0 and (part.size if isinstance(part, Cohort) else part.context):
+                if isinstance(part, Cohort):
+                    granted = draft.decode(part, width=limit)
+                else:
+                    granted = draft.chunk(part, min(part.lacking, limit))
+                    prefills = prefills or granted > 0
+                if granted:
                     break
                 victim = max(queues.running_tracks(), key=_least_urgent, default=None) if by_priority else None
                 # Who has to give way to itself ends the step's look at the running ones: nobody behind it is asked.
                 if (by_priority and victim is None) or draft.preempt(victim) is None or victim is part:
                     return
-        while queues.waiting and draft.budget_left and not draft.preempted:
+        running = len(draft.parts)
+        while queues.waiting and draft.budget_left > 0 and not draft.preempted:
             head = queues.most_urgent if by_priority else queues.waiting[0]
-            if not draft.admit(head, min(head.known, limit), must_fit=head.known if self.reserve_full else 0):
+            fits = head.known if self.reserve_full else 0
+            drafts = 0 if host.speculation is None or prefills else placeholders(head, running, kv, host.speculation)
+            if not draft.admit(head, min(head.known, limit), must_fit=fits, placeholders=min(drafts, limit - 1)):
                 break
 
     def __post_init__(self) -> None:
@@ -71,6 +81,15 @@ class VllmV1(Policy):
 
     def default_token_budget(self, max_model_len: int) -> int | None:
         return 2048
+
+
+def placeholders(head: Track, running: int, kv: KVView, speculation: Speculation) -> int:
+    """Drafts that are none with which a waiting request is filled up to a whole width if it lacks one token alone, so
+    that a step of decodes stays uniform; 0 where that does not fit into the longest sequence, or where nothing else
+    runs and nothing of it is cached."""
+    cached = kv.cached_tokens(head)
+    fits = not kv.longest or cached + 1 + speculation.tokens + 1 <= kv.longest
+    return speculation.tokens if fits and (running or cached) else 0
 
 
 def _least_urgent(track: Track) -> tuple[int, Ns, int]:

@@ -11,7 +11,7 @@ from policies.kv_memory.swap import PREEMPTIONS
 from simulator.errors import SimulationError
 
 POLICY, ENGINE, MEMORY, PIPELINE = "Policy", "Engine", "KV memory", "Pipeline"
-CLUSTER, TRACE, OUTPUT = "Cluster", "Trace", "Output"
+RANKS, CLUSTER, TRACE, OUTPUT = "Ranks", "Cluster", "Trace", "Output"
 MOST_REPLICAS = 100_000
 _MOST = 1e18
 
@@ -89,8 +89,40 @@ class ReplayConfig:
         flag="--p2p/--no-p2p",
     )
     dtype: str = setting("auto", "Weights and activations; auto is the model's own.", group=ENGINE)
-    kv_dtype: str = setting("auto", "Keys and values; auto is that of the weights.", group=ENGINE)
+    weight_dtype: str = setting(
+        "auto",
+        "Weights of linear layers: fp8, fp8_block, int4, ..., bfloat16; auto is the checkpoint's own.",
+        group=ENGINE,
+    )
+    kv_dtype: str = setting("auto", "Keys and values; auto is the checkpoint's, or that of activations.", group=ENGINE)
+    routing: str = setting(
+        "uniform",
+        "How tokens spread over experts: uniform, balanced, power_law_1.01, power_law_1.2, ....",
+        group=ENGINE,
+    )
     tp: int = setting(1, "Tensor-parallel devices per stage.", group=ENGINE, least=1)
+    dp: int = setting(1, "Data-parallel ranks of a replica, each of --tp devices.", group=RANKS, least=1, most=1024)
+    ep: bool = setting(
+        False,
+        "Whole experts on each of the tp x dp devices; without it every expert is cut over all of them.",
+        group=RANKS,
+    )
+    ranks_step: str = setting(
+        "auto",
+        "Ranks step together where the model has experts (auto), or always (together; vLLM before 0.12).",
+        group=RANKS,
+        choices=("auto", "together"),
+    )
+    rank_router: str = setting(
+        "vllm_ranks", "Which rank of its replica gets a request: a router's name, or FILE.py:Class.", group=RANKS
+    )
+    rank_router_knobs: Mapping[str, Any] = setting(
+        make=dict,
+        text="A knob of that router; repeatable.",
+        group=RANKS,
+        flag="--rank-router-knob",
+        **_repeated_pairs("--rank-router-knob"),
+    )
     max_model_len: int | None = setting(
         None, "Longest prompt + output; by default the trace's, if the model allows.", group=ENGINE, least=1
     )

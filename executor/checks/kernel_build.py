@@ -77,6 +77,8 @@ def variants(processor: Processor) -> Iterator[Variant]:
             yield from _attention_variants(kind, head_dim, processor)
     yield from _packed_variants()
     yield from _fused_variants()
+    for kind in ("bf16", "fp32"):
+        yield from _expert_variants(kind, processor)
 
 
 def _attention_variants(kind: str, head_dim: int, processor: Processor) -> Iterator[Variant]:
@@ -191,6 +193,59 @@ def _fused_variants() -> Iterator[Variant]:
             {"HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "D": 128, "HALF": 64, "BLOCK_SIZE": 16, "NORMED": normed},
             {"num_warps": 1},
         )
+
+
+def _expert_variants(kind: str, processor: Processor) -> Iterator[Variant]:
+    """One layer of Qwen3-30B-A3B: 128 experts of width 768, 8 of them for each row."""
+    from executor.triton_kernels import grouped_experts as grouped
+
+    experts, hidden, width, top_k = 128, 2048, 768, 8
+    laid = dict.fromkeys(("counts_ptr", "first_ptr", "tile_expert_ptr", "tile_place_ptr"), "*i32")
+    of_experts = {"EXPERTS": experts, "E": experts}
+    yield Variant(
+        grouped.route_rows,
+        f"{kind}, 8 of 128",
+        {"logits_ptr": f"*{kind}", "ids_ptr": "*i32", "weights_ptr": "*fp32", "counts_ptr": "*i32", "rows": "i32",
+         "stride_logits": "i32"},
+        {**of_experts, "TOP_K": top_k, "NORM": True},
+        {"num_warps": 1},
+    )  # fmt: skip
+    yield Variant(
+        grouped.place_rows,
+        "128 experts",
+        {**dict.fromkeys(("ids_ptr", "first_ptr", "cursor_ptr", "sorted_ptr"), "*i32"), "slots": "i32"},
+        {"B": 128},
+        {"num_warps": 4},
+    )
+    yield Variant(
+        grouped.sum_products,
+        f"{kind}, 8 of 128",
+        {"product_ptr": f"*{kind}", "out_ptr": f"*{kind}", "stride_out": "i32"},
+        {"HIDDEN": hidden, "TOP_K": top_k, "C": 1024},
+        {"num_warps": 4},
+    )
+    for rows in grouped.TILE_SIZES:
+        tile = grouped.tile_of_experts(rows, 2 if kind == "bf16" else 4, processor)
+        label = f"{kind}, {rows} rows an expert"
+        yield Variant(
+            grouped.lay_out_tiles, label, {**laid, "tiles": "i32"}, {**of_experts, "M": rows, "T": 32}, {"num_warps": 4}
+        )
+        constants = {
+            "HIDDEN": hidden, "WIDTH": width, "M": tile.rows, "N": tile.columns, "K": tile.depth, "WIDEN": False,
+            "PRECISION": "tf32" if kind == "bf16" else "ieee",
+        }  # fmt: skip
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        given = dict.fromkeys(("x_ptr", "weights_ptr", "active_ptr"), f"*{kind}")
+        yield Variant(
+            grouped.gated_products,
+            label,
+            {**given, "sorted_ptr": "*i32", **laid, "stride_x": "i32"},
+            {**constants, "TOP_K": top_k},
+            options,
+        )
+        given = dict.fromkeys(("active_ptr", "weights_ptr", "product_ptr"), f"*{kind}")
+        given |= {"share_ptr": "*fp32", "sorted_ptr": "*i32"}
+        yield Variant(grouped.down_products, label, {**given, **laid}, constants, options)
 
 
 def print_all(prog_name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -143,8 +143,10 @@ def check_attention(
     return [_check(name, case, dtype, lambda parts=parts: run(*parts)) for case, parts in CASES.items()]
 
 
-def check_kernels(name: str, device: torch.device, dtype: torch.dtype) -> list[Check]:
-    """The small steps of one kernel set against plain PyTorch in float64."""
+def check_kernels(
+    name: str, device: torch.device, dtype: torch.dtype, cases: Mapping[str, Callable[..., float]] | None = None
+) -> list[Check]:
+    """One kernel set against plain PyTorch in float64: its small steps and its experts, or the given `cases`."""
     from executor.kernels import make_kernels
     from executor.kernels.plain import PlainKernels
 
@@ -153,8 +155,9 @@ def check_kernels(name: str, device: torch.device, dtype: torch.dtype) -> list[C
     except ExecutorError as error:
         return [Check(name, "", _name(dtype), float("nan"), TOLERANCE[dtype], False, str(error), 0.0)]
     plain = PlainKernels(device, torch.float64)
+    cases = {**_SMALL, **_EXPERTS} if cases is None else cases
     return [
-        _check(name, case, dtype, lambda test=test: test(ours, plain, device, dtype)) for case, test in _SMALL.items()
+        _check(name, case, dtype, lambda test=test: test(ours, plain, device, dtype)) for case, test in cases.items()
     ]
 
 
@@ -192,6 +195,43 @@ def _silu(ours: DeviceKernels, plain: Any, device: torch.device, dtype: torch.dt
     return _difference(ours.silu_mul(both, both.new_empty(7, 50)), torch.nn.functional.silu(gate) * up)
 
 
+def _experts(ours: DeviceKernels, plain: Any, device: torch.device, dtype: torch.dtype) -> float:
+    """Few rows and many, with shared experts behind a gate and without; counts of rows as well.
+
+    The router's columns are far apart, so that rounding makes no row choose otherwise.
+    """
+    from executor.kernels.experts import ExpertWeights
+
+    experts, hidden, width, shared = 6, 80, 40, 48
+    shapes = {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}
+    shapes |= {"shared_gate_up": (2 * shared, hidden), "shared_down": (hidden, shared), "shared_gate": (1, hidden)}
+    drawn = {name: _random(shape, device, dtype, at) / 12 for at, (name, shape) in enumerate(shapes.items())}
+    router = torch.zeros(experts, hidden, device=device, dtype=dtype)
+    router[:, :experts] = 3 * torch.eye(experts, device=device, dtype=dtype)
+    worst = 0.0
+    for rows, with_shared in ((2, False), (70, True)):
+        x, out = _random((rows, hidden), device, dtype, 7), _random((rows, hidden), device, dtype, 8)
+        order = torch.stack(
+            [torch.randperm(experts, generator=torch.Generator().manual_seed(row)) for row in range(rows)]
+        )
+        x[:, :experts] = order.to(device, dtype)
+        wide, totals = out.double(), []
+        for kernels, given, total in ((ours, dtype, out), (plain, torch.float64, wide)):
+            tensors = {
+                name: tensor.to(given) for name, tensor in drawn.items() if with_shared or name in ("gate_up", "down")
+            }
+            weights = ExpertWeights(
+                router.to(given), tensors.pop("gate_up"), tensors.pop("down"), 3, with_shared, **tensors
+            )
+            counts = torch.full((experts,), -1, dtype=torch.int32, device=device)
+            kernels.experts(weights, counts).add(x.to(given), total)
+            totals.append(counts)
+        if not torch.equal(*totals):
+            return float("nan")
+        worst = max(worst, _difference(out, wide))
+    return worst
+
+
 def _rotary(ours: DeviceKernels, plain: Any, device: torch.device, dtype: torch.dtype) -> float:
     """Queries, keys and pool, with and without q/k norms; a dummy row must leave the pool as it is."""
     spec = ModelSpec(
@@ -226,12 +266,19 @@ def _rotary(ours: DeviceKernels, plain: Any, device: torch.device, dtype: torch.
 
 
 _SMALL: dict[str, Callable[..., float]] = {"norm": _norm, "residual": _residual, "silu": _silu, "rotary": _rotary}
+_EXPERTS: dict[str, Callable[..., float]] = {"experts": _experts}
 
 
 @cache
 def why_kernels_fail(device: torch.device, dtype: torch.dtype) -> str:
-    """Empty if the fused kernels pass on this device, else what failed."""
-    return _first_failure(check_kernels("triton", device, dtype))
+    """Empty if the fused kernels pass on this device, else what failed. Experts aside: most models have none."""
+    return _first_failure(check_kernels("triton", device, dtype, _SMALL))
+
+
+@cache
+def why_experts_fail(device: torch.device, dtype: torch.dtype) -> str:
+    """Empty if the grouped products of experts pass on this device, else what failed."""
+    return _first_failure(check_kernels("triton", device, dtype, _EXPERTS))
 
 
 def why_attention_fails(

@@ -119,6 +119,15 @@ class Shard:
         return self._even(self.whole.intermediate)
 
     @cached_property
+    def expert_intermediate(self) -> Span:
+        """Columns of every routed expert: each rank holds a part of all experts."""
+        return self._even(self.whole.expert_intermediate)
+
+    @cached_property
+    def shared_intermediate(self) -> Span:
+        return self._even(self.whole.shared_intermediate)
+
+    @cached_property
     def vocab(self) -> Span:
         return self._even(self.whole.vocab)
 
@@ -131,12 +140,16 @@ class Shard:
     @cached_property
     def spec(self) -> ModelSpec:
         """The model as this rank's kernels, attention and KV pool see it: fewer layers, narrower layers."""
+        first, last = self.layers
         return replace(
             self.whole,
             layers=_length(self.layers),
             heads=_length(self.heads),
             kv_heads=_length(self.kv_heads),
             intermediate=_length(self.intermediate),
+            expert_intermediate=_length(self.expert_intermediate),
+            shared_intermediate=_length(self.shared_intermediate),
+            dense_layers=tuple(layer - first for layer in self.whole.dense_layers if first <= layer < last),
         )
 
 

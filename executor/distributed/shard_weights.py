@@ -8,7 +8,7 @@ up. Random weights are slices of the very tensors that one process would draw.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class StageWeights:
     def num_bytes(self) -> int:
         tensors = [self.embedding, self.final_norm, self.head]
         for layer in self.layers:
-            tensors += [getattr(layer, entry.name) for entry in fields(layer)]
+            tensors += layer.tensors()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
@@ -141,15 +141,22 @@ def part_of(name: str, shard: Shard) -> Part:
     if module == "qkv_proj":
         rows = [q, _moved(kv, spec.q_size), _moved(kv, spec.q_size + spec.kv_size)]
         return Part((spec.q_size + 2 * spec.kv_size, *columns), 0, rows)
-    if module in ("gate_proj", "up_proj"):
-        return Part((spec.intermediate, *columns), 0, [ffn])
+    if module in ("gate", "shared_expert_gate"):
+        return Part((spec.experts if module == "gate" else 1, spec.hidden))
+    width = spec.intermediate
+    if ".experts." in name:
+        ffn, width = shard.expert_intermediate, spec.expert_intermediate
+    elif ".shared_expert." in name:
+        ffn, width = shard.shared_intermediate, spec.shared_intermediate
+    if module in ("gate_proj", "up_proj", "w1", "w3"):
+        return Part((width, *columns), 0, [ffn])
     if module == "gate_up_proj":
         return Part((2 * spec.intermediate, *columns), 0, [ffn, _moved(ffn, spec.intermediate)])
-    if module in ("o_proj", "down_proj"):
+    if module in ("o_proj", "down_proj", "w2"):
         if kind == "bias":
             return Part((spec.hidden,), empty=shard.tp_rank > 0)
         return Part(
-            (spec.hidden, spec.q_size if module == "o_proj" else spec.intermediate),
+            (spec.hidden, spec.q_size if module == "o_proj" else width),
             1,
             [q if module == "o_proj" else ffn],
         )

@@ -18,6 +18,7 @@ from executor.batches.batch_arrays import Step
 from executor.distributed.layout import Shard
 from executor.distributed.shard_weights import StageWeights
 from executor.kernels.base import Kernels, Linear
+from executor.kernels.routing_counts import RoutingCounts
 from executor.kv_memory.pool import KVCache
 from executor.model.model import Model
 from executor.model.rope import rope_tables
@@ -67,6 +68,7 @@ class StageModel(Model):
         self.weight_bytes = weights.num_bytes()
         self.rope = rope_tables(shard.whole, max_tokens, kernels.activation_dtype, kernels.device)
         self.table = weights.embedding
+        self.routing = RoutingCounts(shard.spec, kernels.device)
         self.layers = []
         while weights.layers:
             layer = self._layer(weights.layers.pop(0))
@@ -97,6 +99,7 @@ class StageModel(Model):
     def run_layers(self, hidden: Tensor, step: Step, cache: KVCache) -> Tensor:
         """The stage's layers over hidden [rows, hidden], in place; on the last stage only the sampled rows are left."""
         self.kernels.begin()
+        self.routing.begin()
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             hidden = self._run_layer(index, layer, hidden, step, cache, trim=self.trim_last_layer and index == last)

@@ -94,7 +94,7 @@ def load_shard(order: ShardOrder, layout: Layout, rank: int, local_rank: int, gr
         dtype = "float32" if device.type == "cpu" else source.spec.dtype
     weight_dtype = torch_dtype(dtype)
     pool_dtype = weight_dtype if order.kv_dtype == "auto" else torch_dtype(order.kv_dtype, "kv_dtype")
-    kernels = make_kernels(order.kernels, device, weight_dtype, pool_dtype)
+    kernels = make_kernels(order.kernels, device, weight_dtype, pool_dtype, with_experts=shard.whole.experts > 0)
     attention = make_attention(
         order.attention, shard.spec, device, pool_dtype, kernels.activation_dtype, block_size=order.block_size
     )

@@ -12,8 +12,16 @@ __all__ = ["KERNELS", "Kernels", "Linear", "make_kernels"]
 KERNELS = ("auto", "native", "triton", "compiled", "plain_device", "torch")
 
 
-def make_kernels(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> Kernels:
+def make_kernels(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    with_experts: bool = False,
+) -> Kernels:
     """The kernel set for a device, a weight dtype and the dtype of the pool that keys and values go to (the weights').
+    with_experts: the model has experts, so that `auto` tests their kernels too.
 
     `auto`: `native` on a CPU for float32 and bfloat16 weights and pools where the C++ kernels can be built; on CUDA
     `triton` where it imports and its self-test passes, else `plain_device`; otherwise `torch`.
@@ -26,7 +34,7 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: 
     if name == "torch":
         return PlainKernels(device, dtype)
     if name in ("triton", "compiled", "plain_device") or (name == "auto" and device.type == "cuda"):
-        return _device_kernels(name, device, dtype)
+        return _device_kernels(name, device, dtype, with_experts)
     from executor.kernels.native import DTYPES, NativeKernels
     from executor.native.library import native_reason
 
@@ -40,8 +48,8 @@ def make_kernels(name: str, device: torch.device, dtype: torch.dtype, kv_dtype: 
     return PlainKernels(device, dtype)
 
 
-def _device_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    from executor.kernels.device import DeviceKernels, TritonKernels
+def _device_kernels(name: str, device: torch.device, dtype: torch.dtype, with_experts: bool) -> Kernels:
+    from executor.kernels.device import FUSIONS, DeviceKernels, TritonKernels
 
     if name == "plain_device":
         return DeviceKernels(device, dtype)
@@ -51,6 +59,9 @@ def _device_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kern
         from executor.kernels.compiled import CompiledKernels
 
         return CompiledKernels(device, dtype)
-    from executor.checks.self_test import why_kernels_fail
+    from executor.checks.self_test import why_experts_fail, why_kernels_fail
 
-    return DeviceKernels(device, dtype) if why_kernels_fail(device, dtype) else TritonKernels(device, dtype)
+    if why_kernels_fail(device, dtype):
+        return DeviceKernels(device, dtype)
+    plain_experts = with_experts and why_experts_fail(device, dtype)
+    return TritonKernels(device, dtype, fused=FUSIONS - {"experts"} if plain_experts else FUSIONS)

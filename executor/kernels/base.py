@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from executor.batches.batch_arrays import Step
+    from executor.kernels.experts import Experts, ExpertWeights
     from executor.kv_memory.pool import KVCache
 
 
@@ -59,6 +60,11 @@ class Kernels(ABC):
     @abstractmethod
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         """gated: weight is gate above up, [2 n, in]; the result is silu(gate) * up, n columns."""
+
+    @abstractmethod
+    def experts(self, weights: ExpertWeights, counts: Tensor) -> Experts:
+        """The experts of one layer. weights: may be repacked and dropped. counts: int32 [experts], written by every
+        call of what is returned."""
 
     def begin(self) -> None:  # noqa: B027 (most kernels have nothing to do here)
         """Called before every forward pass."""

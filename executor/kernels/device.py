@@ -15,12 +15,14 @@ from executor.batches.batch_arrays import Step
 from executor.batches.device_arrays import arrays_of
 from executor.errors import ExecutorError
 from executor.kernels.base import Linear
+from executor.kernels.experts import Experts, ExpertWeights
 from executor.kernels.plain import PlainKernels
 from executor.kv_memory.pool import KVCache
 
-FUSIONS = frozenset({"norm", "residual", "rotary", "silu"})
+FUSIONS = frozenset({"norm", "residual", "rotary", "silu", "experts"})
 """norm: RMSNorm in one pass. residual: the residual sum in the same pass as the norm after it (instead of in the matrix
-product's own epilogue). rotary: rotation, q/k norms and the key/value store in one pass. silu: SiLU times up."""
+product's own epilogue). rotary: rotation, q/k norms and the key/value store in one pass. silu: SiLU times up. experts:
+grouped products of the experts that a batch touches (instead of all experts for all rows)."""
 
 
 class DeviceLinear(Linear):
@@ -55,6 +57,11 @@ class DeviceKernels(PlainKernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return DeviceLinear(self, weight, bias, gated)
+
+    def experts(self, weights: ExpertWeights, counts: Tensor) -> Experts:
+        from executor.kernels.device_experts import DeviceExperts
+
+        return DeviceExperts(self, weights, counts)
 
     def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> Tensor:
         return torch.index_select(table, 0, token_ids, out=out)
@@ -104,6 +111,13 @@ class TritonKernels(DeviceKernels):
         if reason:
             raise ExecutorError(f"kernels triton: {reason}")
         self.fused = fused
+
+    def experts(self, weights: ExpertWeights, counts: Tensor) -> Experts:
+        if "experts" not in self.fused:
+            return super().experts(weights, counts)
+        from executor.kernels.device_experts import TritonExperts
+
+        return TritonExperts(self, weights, counts)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, name: str) -> Tensor:
         if "norm" not in self.fused or x.dim() != 2:

@@ -12,6 +12,7 @@ from torch import Tensor
 from executor.batches.batch_arrays import Step, address
 from executor.errors import ExecutorError
 from executor.kernels.base import Kernels, Linear
+from executor.kernels.experts import Experts, ExpertWeights
 from executor.kv_memory.pool import KVCache
 from executor.machine.huge_pages import advise_huge_pages
 from executor.native.library import Rotation, native_library
@@ -92,6 +93,11 @@ class NativeKernels(Kernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return NativeLinear(weight, bias, gated)
+
+    def experts(self, weights: ExpertWeights, counts: Tensor) -> Experts:
+        from executor.kernels.native_experts import NativeExperts
+
+        return NativeExperts(self, weights, counts)
 
     def begin(self) -> None:
         self._library.ct_set_threads(torch.get_num_threads())

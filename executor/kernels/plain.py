@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from executor.batches.batch_arrays import Step
 from executor.kernels.base import Kernels, Linear
+from executor.kernels.experts import Experts, ExpertWeights, PlainExperts
 from executor.kv_memory.pool import KVCache
 
 
@@ -40,6 +41,9 @@ class PlainKernels(Kernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         return PlainLinear(weight, bias, gated)
+
+    def experts(self, weights: ExpertWeights, counts: Tensor) -> Experts:
+        return PlainExperts(weights, counts)
 
     def embed(self, token_ids: Tensor, table: Tensor, out: Tensor) -> Tensor:
         return out.copy_(table[token_ids])

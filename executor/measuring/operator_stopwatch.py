@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from executor.kernels.base import Linear
+from executor.kernels.experts import Experts
 from executor.model.model import Model
 
 Span = tuple[str, Any, Any]
@@ -76,10 +77,11 @@ def watching(model: Model) -> Iterator[Stopwatch]:
     """A stopwatch on every operator of `model`, taken off again at the end."""
     watch = Stopwatch(model.kernels.device)
     kernels, attention = model.kernels, model.attention
-    linears = [(layer, name) for layer in model.layers for name in LINEARS]
+    linears = [(layer, name) for layer in model.layers for name in LINEARS if getattr(layer, name) is not None]
     before = [(layer, name, getattr(layer, name)) for layer, name in linears] + [(model, "head", model.head)]
     for owner, name, linear in before:
-        setattr(owner, name, _TimedLinear(linear, LINEARS.get(name, name), watch))
+        operator = "experts" if isinstance(linear, Experts) else LINEARS.get(name, name)
+        setattr(owner, name, _TimedLinear(linear, operator, watch))
     for name, operator in KERNELS.items():
         setattr(kernels, name, watch.timed(operator, getattr(kernels, name)))
     attention.attend = watch.timed("attention", attention.attend)  # type: ignore[method-assign]

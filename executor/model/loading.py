@@ -190,7 +190,7 @@ def load_model(
         longest = min(longest, spec.max_position)
     if longest > spec.max_position:
         raise ExecutorError(f"max_tokens: found {longest}, but {spec.name} reaches {spec.max_position} positions")
-    set_of_kernels = make_kernels(kernels, where, weight_dtype, pool_dtype)
+    set_of_kernels = make_kernels(kernels, where, weight_dtype, pool_dtype, with_experts=spec.experts > 0)
     backend = make_attention(attention, spec, where, pool_dtype, set_of_kernels.activation_dtype, block_size=block_size)
     if source.kind == "spec":
         # What it cannot run at any size is told first.

@@ -14,6 +14,7 @@ from torch import Tensor
 from executor.attention.base import AttentionBackend
 from executor.batches.batch_arrays import Step
 from executor.kernels.base import Kernels, Linear
+from executor.kernels.routing_counts import RoutingCounts
 from executor.kv_memory.pool import KVCache
 from executor.model.rope import rope_tables
 from executor.model.weights import LayerWeights, Weights, check_executable
@@ -22,14 +23,14 @@ from profiler.specs.model_spec import ModelSpec
 
 @dataclass
 class Layer:
-    """One transformer layer as the kernels hold it."""
+    """One transformer layer as the kernels hold it. gate_up: None in a layer of experts, which are its `down`."""
 
     attention_norm: Tensor
     qkv: Linear
     norms: tuple[Tensor, Tensor] | None
     attention_out: Linear
     ffn_norm: Tensor
-    gate_up: Linear
+    gate_up: Linear | None
     down: Linear
 
 
@@ -57,6 +58,7 @@ class Model:
         self.weight_bytes = weights.num_bytes()
         self.rope = rope_tables(spec, max_tokens, kernels.activation_dtype, kernels.device)
         self.embedding = weights.embedding
+        self.routing = RoutingCounts(spec, kernels.device)
         self.layers = []
         while weights.layers:
             self.layers.append(self._layer(weights.layers.pop(0)))
@@ -68,14 +70,22 @@ class Model:
         norms = None
         if w.q_norm is not None and w.k_norm is not None:
             norms = (k.norm_weight(w.q_norm), k.norm_weight(w.k_norm))
+        gate_up: Linear | None = None
+        if w.experts is not None:
+            down: Linear = k.experts(w.experts, self.routing.of_layer(len(self.layers)))
+        else:
+            assert w.gate_up is not None
+            assert w.down is not None
+            gate_up = k.linear(w.gate_up, w.gate_up_bias, gated=True)
+            down = k.linear(w.down, w.down_bias)
         return Layer(
             k.norm_weight(w.attention_norm),
             k.linear(w.qkv, w.qkv_bias),
             norms,
             k.linear(w.attention_out, w.attention_out_bias),
             k.norm_weight(w.ffn_norm),
-            k.linear(w.gate_up, w.gate_up_bias, gated=True),
-            k.linear(w.down, w.down_bias),
+            gate_up,
+            down,
         )
 
     @torch.inference_mode()
@@ -86,6 +96,7 @@ class Model:
         the next call overwrites.
         """
         self.kernels.begin()
+        self.routing.begin()
         hidden = self.kernels.buffer("hidden", step.rows, self.spec.hidden)
         self.kernels.embed(token_ids, self.embedding, hidden)
         last = len(self.layers) - 1
@@ -115,5 +126,7 @@ class Model:
             attended.zero_()  # dummy rows: attention skips them, and stale NaN or infinity must not spread
         self.attention.attend(index, queries, attended, step, cache)
         normed = kernels.add_and_norm(layer.attention_out, attended, hidden, layer.ffn_norm, eps, "normed")
+        if layer.gate_up is None:
+            return layer.down.add(normed, hidden)
         activated = layer.gate_up(normed, kernels.buffer("activated", step.rows, spec.intermediate))
         return layer.down.add(activated, hidden)

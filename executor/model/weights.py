@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from executor.errors import ExecutorError
+from executor.kernels.experts import ExpertWeights
 from policies.edges.input_file import checked_file, read_json
 from profiler.specs.model_spec import ModelSpec
 
@@ -28,20 +29,29 @@ STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass
 class LayerWeights:
-    """One transformer layer. Matrices are [out, in]; biases and q/k norms are None where the model has none."""
+    """One transformer layer. Matrices are [out, in]; biases and q/k norms are None where the model has none.
+
+    A layer has gate_up and down, or experts.
+    """
 
     attention_norm: Tensor
     qkv: Tensor
     attention_out: Tensor
     ffn_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
     qkv_bias: Tensor | None = None
     attention_out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    experts: ExpertWeights | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All of the layer's."""
+        own = [value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor)]
+        return own + (self.experts.tensors() if self.experts is not None else [])
 
 
 @dataclass
@@ -56,7 +66,7 @@ class Weights:
     def num_bytes(self) -> int:
         tensors = [self.embedding, self.final_norm] + ([] if self.head is self.embedding else [self.head])
         for layer in self.layers:
-            tensors += [value for field in fields(layer) if (value := getattr(layer, field.name)) is not None]
+            tensors += layer.tensors()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -73,8 +83,10 @@ def check_executable(spec: ModelSpec) -> None:
         if found != expected:
             raise ExecutorError(
                 f"model {spec.name}: {key} is {found!r}, expected {expected!r}: the executor runs the Llama family "
-                "(Llama, Mistral, Qwen2, Qwen3, Phi-3); the simulator takes any spec"
+                "(Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen2-MoE, Qwen3-MoE); the simulator takes any spec"
             )
+    if spec.experts and spec.mlp_bias:
+        raise ExecutorError(f"model {spec.name}: mlp_bias beside experts: the executor runs experts without biases")
 
 
 def assemble(spec: ModelSpec, take: Callable[[str, tuple[int, ...]], Tensor], names: set[str]) -> Weights:
@@ -108,6 +120,7 @@ def assemble_layers(
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         qkv_parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
         ffn_parts = (("gate_proj", ffn), ("up_proj", ffn))
+        dense = not spec.has_experts(index)
         layers.append(
             LayerWeights(
                 attention_norm=take(prefix + "input_layernorm.weight", (hidden,)),
@@ -118,13 +131,44 @@ def assemble_layers(
                 q_norm=take(attention + "q_norm.weight", (d,)) if spec.qk_norm else None,
                 k_norm=take(attention + "k_norm.weight", (d,)) if spec.qk_norm else None,
                 ffn_norm=take(prefix + "post_attention_layernorm.weight", (hidden,)),
-                gate_up=merged(mlp, "gate_up_proj", ffn_parts, "weight"),
+                gate_up=merged(mlp, "gate_up_proj", ffn_parts, "weight") if dense else None,
                 gate_up_bias=merged(mlp, "gate_up_proj", ffn_parts, "bias") if spec.mlp_bias else None,
-                down=take(mlp + "down_proj.weight", (hidden, ffn)),
+                down=take(mlp + "down_proj.weight", (hidden, ffn)) if dense else None,
                 down_bias=take(mlp + "down_proj.bias", (hidden,)) if spec.mlp_bias else None,
+                experts=None if dense else _experts(spec, prefix, take, names),
             )
         )
     return layers
+
+
+def _experts(
+    spec: ModelSpec, prefix: str, take: Callable[[str, tuple[int, ...]], Tensor], names: set[str]
+) -> ExpertWeights:
+    """One layer's experts under Mixtral's names (block_sparse_moe, w1, w3, w2) where the source has those, otherwise
+    under Qwen's."""
+    hidden, width, shared = spec.hidden, spec.expert_intermediate, spec.shared_intermediate
+    mlp, (gate, up, down) = prefix + "mlp.", ("gate_proj", "up_proj", "down_proj")
+    if f"{prefix}block_sparse_moe.gate.weight" in names:
+        mlp, (gate, up, down) = prefix + "block_sparse_moe.", ("w1", "w3", "w2")
+
+    def pair(where: str, width: int) -> tuple[Tensor, Tensor]:
+        both = [take(f"{where}{part}.weight", (width, hidden)) for part in (gate, up)]
+        return torch.cat(both), take(f"{where}{down}.weight", (hidden, width))
+
+    routed = [pair(f"{mlp}experts.{number}.", width) for number in range(spec.experts)]
+    gate_up = torch.stack([up_rows for up_rows, _ in routed])
+    found = ExpertWeights(
+        take(mlp + "gate.weight", (spec.experts, hidden)),
+        gate_up,
+        torch.stack([down_rows for _, down_rows in routed]),
+        spec.top_k,
+        spec.norm_topk,
+    )
+    if shared:
+        found.shared_gate_up, found.shared_down = pair(mlp + "shared_expert.", shared)
+        if spec.shared_gate:
+            found.shared_gate = take(mlp + "shared_expert_gate.weight", (1, hidden))
+    return found
 
 
 def random_weights(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Weights:

@@ -127,6 +127,32 @@ static inline float* scratch(long floats) {
     return memory;
 }
 
+// Panels [begin, stop) of the product for rows [row, end). `next`: the weights that this thread will likely need after
+// these. bfloat16 panels that many rows share are widened once.
+template <typename W>
+static void panel_range(const float* a, long lda, const W* packed, long k, long begin, long stop, const W* next, long row,
+                        long end, const Output& out) {
+    const long panel_words = k * panel_step<W>();
+    const bool widen_first = !std::is_same<W, float>::value && end - row > 3 * MAX_ROWS;
+    for (long panel = begin; panel < stop; ++panel) {
+        const W* b = packed + panel * panel_words;
+        if constexpr (!std::is_same<W, float>::value) {
+            if (widen_first) {
+                float* wide = scratch(k * PANEL + 1024);
+                for (long p = 0; p < k; ++p) {
+                    vfloat b0, b1;
+                    load_panel(b + p * LANES, b0, b1);
+                    store(wide + p * PANEL, b0);
+                    store(wide + p * PANEL + LANES, b1);
+                }
+                row_tiles(a, lda, static_cast<const float*>(wide), k, b, panel, row, end, out);
+                continue;
+            }
+        }
+        row_tiles(a, lda, b, k, panel + 1 < stop ? b + panel_words : next, panel, row, end, out);
+    }
+}
+
 // Panels [first, last) of the product. Threads take work units (a group of panels x a block of rows) from a counter, so
 // that a core which another process disturbs takes fewer.
 template <typename W>
@@ -140,30 +166,13 @@ static void gemm(const float* a, long lda, long m, const W* packed, long k, long
         else group = (group + 1) / 2;
     }
     const long groups = (panels + group - 1) / group, rows = ((m + blocks - 1) / blocks + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
-    const bool widen_first = !std::is_same<W, float>::value && m > 3 * MAX_ROWS;
     parallel(groups * blocks, [&](long unit) {
         const long row = unit % blocks * rows, end = std::min(m, row + rows);
         const long begin = first + unit / blocks * group, stop = std::min(last, begin + group);
         if (row >= end) return;
         // The unit that this thread will likely take next: the others are at those between.
         const long later = unit + threads < groups * blocks ? first + (unit + threads) / blocks * group : begin;
-        for (long panel = begin; panel < stop; ++panel) {
-            const W* b = packed + panel * panel_words;
-            if constexpr (!std::is_same<W, float>::value) {
-                if (widen_first) {
-                    float* wide = scratch(k * PANEL + 1024);
-                    for (long p = 0; p < k; ++p) {
-                        vfloat b0, b1;
-                        load_panel(b + p * LANES, b0, b1);
-                        store(wide + p * PANEL, b0);
-                        store(wide + p * PANEL + LANES, b1);
-                    }
-                    row_tiles(a, lda, static_cast<const float*>(wide), k, b, panel, row, end, out);
-                    continue;
-                }
-            }
-            row_tiles(a, lda, b, k, packed + (panel + 1 < stop ? panel + 1 : later) * panel_words, panel, row, end, out);
-        }
+        panel_range(a, lda, packed, k, begin, stop, packed + later * panel_words, row, end, out);
     });
 }
 

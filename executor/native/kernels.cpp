@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "attention.h"
+#include "experts.h"
 #include "gemm.h"
 #include "pointwise.h"
 
@@ -24,6 +25,11 @@ void ct_gemm(const float* a, long lda, long m, const void* packed, int half, lon
     const Output out{bias, c, ldc, columns, epilogue};
     if (half) gemm(a, lda, m, static_cast<const uint32_t*>(packed), k, first, last, out);
     else gemm(a, lda, m, static_cast<const float*>(packed), k, first, last, out);
+}
+
+void ct_experts(const ExpertLayer* layer) {
+    if (layer->half) run_experts<uint32_t>(*layer);
+    else run_experts<float>(*layer);
 }
 
 void ct_rms_norm(const float* x, long ldx, const float* weight, float eps, long rows, long n, float* out) {

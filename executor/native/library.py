@@ -20,7 +20,7 @@ from pathlib import Path
 from executor.errors import ExecutorError
 from policies.edges.output_file import clear_leftovers, refuse_strangers, scratch_prefix
 
-_SOURCES = ("kernels.cpp", "attention.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
+_SOURCES = ("kernels.cpp", "attention.h", "experts.h", "gemm.h", "pointwise.h", "pool.h", "vec.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-pthread")
 if platform.machine().lower() in ("x86_64", "amd64"):
     _FLAGS += ("-mprefer-vector-width=512",)
@@ -92,6 +92,39 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class ExpertLayer(ctypes.Structure):
+    """experts.h `ExpertLayer`: one layer's experts over a whole batch."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        ("ldx", c_long),
+        ("rows", c_long),
+        ("hidden", c_long),
+        ("width", c_long),
+        ("logits", c_void_p),
+        ("ld_logits", c_long),
+        ("experts", c_int),
+        ("top_k", c_int),
+        ("norm_topk", c_int),
+        ("half", c_int),
+        ("shared_gate", c_int),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("gate_up_panels", c_long),
+        ("down_panels", c_long),
+        ("shared", c_void_p),
+        ("out", c_void_p),
+        ("ldo", c_long),
+        ("ids", c_void_p),
+        ("place", c_void_p),
+        ("counts", c_void_p),
+        ("weights", c_void_p),
+        ("gathered", c_void_p),
+        ("activated", c_void_p),
+        ("products", c_void_p),
+    ]
+
+
 _SIGNATURES = {
     "ct_lanes": (c_int, []),
     "ct_queries": (c_int, []),
@@ -102,6 +135,7 @@ _SIGNATURES = {
         None,
         [c_void_p, c_long, c_long, c_void_p, c_int, c_long, c_long, c_long, c_void_p, c_void_p, c_long, c_long, c_int],
     ),
+    "ct_experts": (None, [POINTER(ExpertLayer)]),
     "ct_rms_norm": (None, [c_void_p, c_long, c_void_p, c_float, c_long, c_long, c_void_p]),
     "ct_embed": (None, [c_void_p, c_long, c_void_p, c_int, c_long, c_void_p]),
     "ct_rotate_and_store": (None, [POINTER(Rotation), c_int]),
@@ -109,7 +143,7 @@ _SIGNATURES = {
     "ct_argmax": (None, [c_void_p, c_long, c_long, c_long, c_void_p]),
 }
 
-__all__ = ["NativeError", "Pool", "Rotation", "Work", "native_library", "native_reason"]
+__all__ = ["ExpertLayer", "NativeError", "Pool", "Rotation", "Work", "native_library", "native_reason"]
 
 
 @cache

@@ -17,6 +17,13 @@ static inline void rms_norm_row(const float* x, const float* weight, float eps, 
     for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
+// to += from * scale, one row.
+static inline void add_scaled(float* to, const float* from, float scale, long n) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store(to + i, load(to + i) + load(from + i) * scale);
+    for (; i < n; ++i) to[i] += from[i] * scale;
+}
+
 template <typename T>
 static inline void widen_row(const T* from, long n, float* to) {
     long i = 0;

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from executor.batches.batch_arrays import Step
+from executor.kernels.experts import Experts
 from executor.kv_memory.compressed_pool import CompressedKVCache
 from executor.serving.memory_measures import MeasuredCosts
 from executor.serving.runner import Runner
@@ -19,6 +20,8 @@ def warm_up(runner: Runner) -> None:
     model = runner.loaded.model
     if runner.cache.device.type == "cuda":
         model.attention.warm(runner.cache, model.kernels.activation_dtype)
+        if of_experts := [layer.down for layer in model.layers if isinstance(layer.down, Experts)]:
+            of_experts[0].warm()  # all such layers have one shape
     if runner.graphs is not None:
         runner.graphs.warm_all(runner.rows)
     none = np.empty(0, np.int32)

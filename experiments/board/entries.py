@@ -27,6 +27,8 @@ STEP_LOGS_OF = {
     "nano_rate2_512": {"num_blocks": 4096, "block_size": 128},
     "preempt_b512_k250": {"num_blocks": 250, "block_size": 32},
     "preempt_cache_b512_k250": {"num_blocks": 250, "block_size": 32, "prefix_caching": True},
+    "spec_b512": {"num_blocks": 4096, "block_size": 32, "speculation": "ngram:4", "max_model_len": 2048},
+    "spec_preempt_b512_k90": {"num_blocks": 90, "block_size": 32, "speculation": "ngram:4", "max_model_len": 2048},
 }
 """Step logs of real schedulers, and the engine settings that made them (docs: profiler/data/facts/sources.toml)."""
 

@@ -29,9 +29,13 @@ def parity(
     reserve_full: Annotated[
         bool, typer.Option("--reserve-full/--no-reserve-full", help="Admit only whole prompts that fit (0.19 on).")
     ] = True,
+    speculation: Annotated[
+        str, typer.Option(help="How the engine speculated, with the drafts of a step: ngram:4, draft:3, eagle:4.")
+    ] = "",
+    max_model_len: Annotated[int, typer.Option(help="The engine's longest sequence; 0 where none comes near it.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON only.")] = False,
 ) -> None:
-    """Every step of a vLLM log: same requests, order, tokens and contexts? Exit code 1 if not."""
+    """Every step of a vLLM log: same requests, order, tokens and contexts (and drafts)? Exit code 1 if not."""
     from experiments.vllm.parity import compare_with_vllm
 
     result = compare_with_vllm(
@@ -45,6 +49,8 @@ def parity(
         long_prefill_token_threshold=long_prefill_token_threshold,
         free_order=free_order,
         reserve_full=reserve_full,
+        speculation=speculation,
+        max_model_len=max_model_len,
     )
     if as_json:
         print(json.dumps({**asdict(result), "exact": result.exact}, indent=2))
@@ -62,4 +68,8 @@ def _print_divergence(divergence: Any) -> None:
     for side in ("vllm", "ours"):
         counts = [f"{name} {value}" for name, value in divergence[side].items() if name != "reqs"]
         print(f"  {side}: {', '.join(counts)}")
-        print("    " + " ".join(f"{name}:{tokens}@{context}" for name, tokens, context in divergence[side]["reqs"]))
+        print("    " + " ".join(f"{row[0]}:{row[1]}@{row[2]}" + _drafts(row) for row in divergence[side]["reqs"]))
+
+
+def _drafts(row: Any) -> str:
+    return f"({row[3]} drafts)" if len(row) > 3 else ""

@@ -20,7 +20,8 @@ Floats = NDArray[np.float64]
 
 
 class Presence(NamedTuple):
-    """One stay of a replica, from its order to its end, in seconds. devices: of all its stages together."""
+    """One stay of a replica, from its order to its end, in seconds. stages: of all its data-parallel ranks; devices: of
+    all its stages together."""
 
     replica: int
     start_s: float
@@ -75,8 +76,9 @@ def _told(config: Mapping[str, Any], stages: Mapping[int, int]) -> list[Presence
     stays = []
     for life in lives:
         pool = pools[life["pool"]]
-        depth = stages.get(life["replica"], int(pool.get("pp") or 1))
-        devices = pool.get("devices_per_replica") or int(pool.get("tp") or 1) * int(pool.get("pp") or 1)
+        ranks = int(pool.get("dp") or 1)
+        depth = max(stages.get(life["replica"], 0), int(pool.get("pp") or 1) * ranks)
+        devices = pool.get("devices_per_replica") or int(pool.get("tp") or 1) * int(pool.get("pp") or 1) * ranks
         end_s = math.inf if life["down_s"] is None else float(life["down_s"])
         stays.append(Presence(int(life["replica"]), float(life["ordered_s"]), end_s, depth, float(devices)))
     return stays
@@ -89,9 +91,11 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _stages(run: RunTables) -> dict[int, int]:
-    """Stages of every replica that ran anything."""
+    """Stages of every replica that ran anything, those of all its ranks."""
     replica, stage = run.column("stages", "replica"), run.column("stages", "stage")
     numbers, where = np.unique(replica, return_inverse=True)
-    depth = np.zeros(len(numbers), dtype=np.int64)
+    depth, ranks = np.zeros(len(numbers), dtype=np.int64), np.zeros(len(numbers), dtype=np.int64)
     np.maximum.at(depth, where, stage.astype(np.int64) + 1)
+    np.maximum.at(ranks, where, run.column("stages", "rank").astype(np.int64) + 1)
+    depth *= ranks
     return dict(zip(numbers.tolist(), depth.tolist()))

@@ -9,8 +9,8 @@ from metrics.run_folder.tables import RunTables
 
 
 def held_ns(run: RunTables) -> NDArray[np.int64]:
-    """Per iteration, nanoseconds from its plan until its replica's next plan, or until its end if that is sooner."""
-    replica = run.column("iterations", "replica")
+    """Per iteration, nanoseconds from its plan until its engine's next plan, or until its end if that is sooner."""
+    replica = run.engines("iterations")
     planned, end = run.column_ns("iterations", "planned_s"), run.column_ns("iterations", "end_s")
     order = np.lexsort((run.column("iterations", "iteration"), replica))
     until = end[order]
@@ -31,12 +31,12 @@ def share_inside(run: RunTables, start_s: float) -> NDArray[np.float64]:
     straddling = np.flatnonzero((begun < start_ns) & (ended > start_ns))
     if not len(straddling):
         return share
-    stage = {name: run.column("stages", name) for name in ("replica", "iteration")}
+    stage = {"engine": run.engines("stages"), "iteration": run.column("stages", "iteration")}
     stage |= {name: run.column_ns("stages", name) for name in ("start_s", "end_s")}
     late = stage["end_s"] > start_ns
-    replica, number = run.column("iterations", "replica"), run.column("iterations", "iteration")
+    engine, number = run.engines("iterations"), run.column("iterations", "iteration")
     for row in straddling.tolist():
-        mine = (stage["iteration"] == number[row]) & (stage["replica"] == replica[row])
+        mine = (stage["iteration"] == number[row]) & (stage["engine"] == engine[row])
         whole = int((stage["end_s"] - stage["start_s"])[mine].sum())
         inside = int((stage["end_s"] - np.maximum(stage["start_s"], start_ns))[mine & late].sum())
         share[row] = inside / whole if whole else 0.0

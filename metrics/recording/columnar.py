@@ -20,9 +20,46 @@ from metrics.run_folder.columns import ITERATIONS, STATUSES, MetricsError, schem
 _INT32 = np.iinfo(np.int32)
 
 
-def iteration_tables(plain: Plain, straight: Straight, leaps: Leaps) -> tuple[pa.Table, pa.Table]:
+class Engines:
+    """Which replica and rank each engine is. places: by engine number; empty where every engine is a replica.
+
+    Cohorts are numbered within a replica: those of its ranks take turns.
+    """
+
+    def __init__(self, places: Sequence[tuple[int, int]] = (), ranks: int = 1) -> None:
+        self.ranks = ranks
+        # The last entry is that of -1, no engine at all.
+        self._places = np.array([*places, (-1, 0)], np.int64) if places else None
+
+    @property
+    def split(self) -> bool:
+        """Whether replicas have ranks."""
+        return self._places is not None
+
+    def places(self, engine: Ints) -> dict[str, Ints]:
+        """The columns `replica` and `rank` of rows with an engine's number each."""
+        if self._places is None:
+            return {"replica": engine, "rank": np.zeros(len(engine), np.int32)}
+        replica, rank = self._places[engine].T
+        return {"replica": replica, "rank": rank}
+
+    def cohorts(self, engine: Ints, cohort: Ints) -> Ints:
+        """Numbers of cohorts, unique within their replicas."""
+        return cohort if self._places is None else cohort * self.ranks + self._places[engine, 1]
+
+
+def iteration_tables(
+    plain: Plain, straight: Straight, leaps: Leaps, engines: Engines | None = None
+) -> tuple[pa.Table, pa.Table]:
     """The `iterations` and `stages` rows of buffered events, in the order in which they were recorded."""
+    engines = engines or Engines()
     rows = Unfolded(plain, straight, leaps)
+    in_cohorts = rows.cohorts(plain.cohorts)
+    places: dict[str, Any] = {"rank": np.zeros(rows.rows, np.int32)}
+    if engines.split:
+        engine = rows.per_row(rows.each("replica"))
+        places = engines.places(engine)
+        in_cohorts[1][0] = engines.cohorts(np.repeat(engine, in_cohorts[0]), in_cohorts[1][0])
     columns: dict[str, Any] = {
         "iteration": rows.per_row(rows.each("iteration")) + rows.elapsed,
         "planned_s": to_seconds(rows.planned_ns),
@@ -35,10 +72,13 @@ def iteration_tables(plain: Plain, straight: Straight, leaps: Leaps) -> tuple[pa
         "device_s": to_seconds(rows.device_ns),
         "inside": rows.inside,
         "chunks": _list_array("chunks", rows.chunks(plain.chunks)),
-        "cohorts": _list_array("cohorts", rows.cohorts(plain.cohorts)),
+        "cohorts": _list_array("cohorts", in_cohorts),
+        **places,
         **_measured(plain, rows.rows),
     }
     for name, kind in _COMMON.items():
+        if name in columns:
+            continue
         each = rows.each(name)
         if kind == "float64":
             columns[name] = rows.per_row(to_seconds(each))
@@ -50,7 +90,9 @@ def iteration_tables(plain: Plain, straight: Straight, leaps: Leaps) -> tuple[pa
     return table, _stage_table(table, rows, rows.stages(plain))
 
 
+_MEASURED = ("wall_s", "cpu_s", "activated_experts")
 _DIFFER = {
+    "rank",
     "iteration",
     "planned_s",
     "start_s",
@@ -60,8 +102,7 @@ _DIFFER = {
     "free_blocks",
     "device_s",
     "inside",
-    "wall_s",
-    "cpu_s",
+    *_MEASURED,
     "chunks",
     "cohorts",
 }
@@ -73,12 +114,14 @@ def _measured(plain: Plain, rows: int) -> dict[str, NDArray[np.float64]]:
     """The columns of live runs; NaN in simulated ones."""
     wall_s = np.full(rows, np.nan)
     if not plain.measured:
-        return {"wall_s": wall_s, "cpu_s": wall_s}
-    positions, walls, cpus = zip(*plain.measured)
+        return dict.fromkeys(_MEASURED, wall_s)
+    positions, *measured = zip(*plain.measured)
     at = ints(plain.at)[list(positions)]
-    cpu_s = wall_s.copy()
-    wall_s[at], cpu_s[at] = walls, cpus
-    return {"wall_s": wall_s, "cpu_s": cpu_s}
+    columns = {}
+    for name, values in zip(_MEASURED, measured):
+        columns[name] = wall_s.copy()
+        columns[name][at] = values
+    return columns
 
 
 def packed_requests(ended: Ended) -> tuple[bytes, Ints]:
@@ -86,16 +129,19 @@ def packed_requests(ended: Ended) -> tuple[bytes, Ints]:
     return b"".join(ended.rows), flattened(ended.segments, 3)
 
 
-def request_tables(parts: list[tuple[bytes, Ints]], ended: Ended) -> tuple[pa.Table, pa.Table]:
+def request_tables(
+    parts: list[tuple[bytes, Ints]], ended: Ended, engines: Engines | None = None
+) -> tuple[pa.Table, pa.Table]:
     """The `requests` and `segments` rows of all `packed_requests`, by request; segments of one in order of time.
 
     ended: what of them is rare. Empties `parts`, so that a million requests are not held twice.
     """
+    engines = engines or Engines()
     flat = np.concatenate([fields for _, fields in parts], axis=1)
     matrix = unpacked([rows for rows, _ in parts], len(REQUEST))
     parts.clear()
     order = np.argsort(matrix[0], kind="stable")
-    requests = _request_table(matrix, order, ended)
+    requests = _request_table(matrix, order, ended, engines)
     ids, lens, replica = (matrix[REQUEST.index(name)][order] for name in ("request", "segments", "replica"))
     starts = (np.cumsum(matrix[-1]) - matrix[-1])[order]
     del matrix
@@ -108,15 +154,15 @@ def request_tables(parts: list[tuple[bytes, Ints]], ended: Ended) -> tuple[pa.Ta
     cohort, from_step, to_step = flat
     segments = {
         "request": np.repeat(ids, lens),
-        "replica": served,
-        "cohort": cohort[at],
+        **engines.places(served),
+        "cohort": engines.cohorts(served, cohort[at]),
         "from_step": from_step[at],
         "to_step": to_step[at],
     }
     return requests, _table("segments", segments)
 
 
-def _request_table(matrix: Ints, order: Ints, ended: Ended) -> pa.Table:
+def _request_table(matrix: Ints, order: Ints, ended: Ended, engines: Engines) -> pa.Table:
     """Column after column: each is as narrow as in the table before the next is taken from the numbers."""
     never = -1
     convert: dict[str, Callable[[Ints], Any]] = {
@@ -126,26 +172,33 @@ def _request_table(matrix: Ints, order: Ints, ended: Ended) -> pa.Table:
     }
     ids = matrix[0][order]
     columns: dict[str, Any] = {
+        **engines.places(matrix[REQUEST.index("replica")][order]),
         "reason": _rare(ids, ended.reasons, ""),
         "session": _rare(ids, ended.sessions, None),
         "slo": _rare(ids, ended.slos, None),
+        "tenant": _rare(ids, ended.tenants, None),
+        "program": _rare(ids, ended.programs, None),
     }
     for field in schema("requests"):
-        if field.name not in columns:
+        if field.name in ("replica", "rank"):
+            columns[field.name] = _array("requests", field, columns[field.name])
+        elif field.name not in columns:
             values = matrix[REQUEST.index(field.name)][order]
             columns[field.name] = _array("requests", field, convert.get(field.name, np.asarray)(values))
     return _table("requests", columns)
 
 
-def token_table(cohorts: Sequence[tuple[int, int, Ints]]) -> pa.Table:
-    """The `tokens` rows of (replica, cohort, token times in ns)."""
+def token_table(cohorts: Sequence[tuple[int, int, Ints]], engines: Engines | None = None) -> pa.Table:
+    """The `tokens` rows of (engine, cohort, token times in ns)."""
     if not cohorts:
         return schema("tokens").empty_table()
-    replica, cohort, times = zip(*cohorts)
+    engines = engines or Engines()
+    numbers, cohort, times = zip(*cohorts)
     lens = _lengths(times)
+    engine = ints(numbers)
     columns = {
-        "replica": np.repeat(ints(replica), lens),
-        "cohort": np.repeat(ints(cohort), lens),
+        **{name: np.repeat(values, lens) for name, values in engines.places(engine).items()},
+        "cohort": np.repeat(engines.cohorts(engine, ints(cohort)), lens),
         "step": counts_up(lens),
         "time_s": to_seconds(np.concatenate(times)),
     }
@@ -159,7 +212,7 @@ def _stage_table(iterations: pa.Table, rows: Unfolded, given: tuple[Ints, Ints] 
         return _table(
             "stages",
             {
-                **{name: iterations.column(name).chunk(0) for name in ("replica", "iteration", "start_s")},
+                **{name: iterations.column(name).chunk(0) for name in ("replica", "rank", "iteration", "start_s")},
                 "stage": np.zeros(rows.rows, np.int32),
                 "end_s": to_seconds(rows.starts_ns + rows.device_ns),
                 "send_s": zeros,
@@ -169,7 +222,7 @@ def _stage_table(iterations: pa.Table, rows: Unfolded, given: tuple[Ints, Ints] 
     return _table(
         "stages",
         {
-            "replica": np.repeat(rows.per_row(rows.each("replica")), lens),
+            **{name: np.repeat(iterations.column(name).chunk(0).to_numpy(), lens) for name in ("replica", "rank")},
             "stage": counts_up(lens),
             "iteration": np.repeat(iterations.column("iteration").chunk(0).to_numpy(), lens),
             "start_s": to_seconds(starts),

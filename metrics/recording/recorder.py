@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from metrics.recording.columnar import Engines
     from metrics.run_folder.tables import RunTables
 
 _NAN = math.nan
@@ -57,6 +58,9 @@ class Recorder:
 
     Sequences and arrays that are handed in are kept, not copied: the caller must not change them afterwards.
 
+    places: replica and rank of each engine, by the number that rows are recorded with, where that is no replica's own
+    number; ranks: how many a replica has at most.
+
     straight: where whoever has begun a `stretch` appends one `metrics.recording.events.pack_straight` an iteration,
     nothing else being recorded meanwhile. Once it holds `part_rows` rows the next row has to begin another stretch.
     """
@@ -65,6 +69,8 @@ class Recorder:
         if part_rows < 1:
             raise MetricsError(f"part_rows: found {part_rows}, expected at least 1")
         self.part_rows = part_rows
+        self.places: list[tuple[int, int]] = []
+        self.ranks = 1
         self._plain = Plain([], [], [], [], [], [])
         self._plain_rows, self._plain_at, self._plain_stages = self._plain.rows, self._plain.at, self._plain.stages
         self._rows = 0
@@ -77,7 +83,7 @@ class Recorder:
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        self._ended = Ended([], [], {}, {}, {}, {})
+        self._ended = Ended([], [], {}, {}, {}, {}, {}, {})
         self._requests, self._segments = self._ended.rows, self._ended.segments
         self._request_parts: list[tuple[bytes, NDArray[np.int64]]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
@@ -105,6 +111,7 @@ class Recorder:
         wall_s: float = _NAN,
         cpu_s: float = _NAN,
         stages: Sequence[tuple[Ns, Ns, Ns]] = (),
+        activated_experts: float = _NAN,
     ) -> None:
         """One completed batch. All columns of iterations.parquet; see `metrics.run_folder.columns.ITERATIONS`.
 
@@ -112,9 +119,9 @@ class Recorder:
         stages: (start, end, send) of each pipeline stage; none given means one stage, busy from start_ns on for
             device_ns.
         """
-        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if wall_s == wall_s or cpu_s == cpu_s:
-            self._plain.measured.append((self._rows, wall_s, cpu_s))
+            self._plain.measured.append((self._rows, wall_s, cpu_s, activated_experts))
         self.row(
             pack_row(
                 replica,
@@ -203,7 +210,7 @@ class Recorder:
         free_blocks: after the plan of the first; taken: what each plan that follows took, that of the iteration after
         the leap included. inside: one for all, or one each.
         """
-        chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows = shape
+        chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if chunks:
             raise MetricsError("leap: found a batch with prefill chunks, expected decodes only")
         steps = len(ends_ns)
@@ -277,7 +284,7 @@ class Recorder:
         """
         if status not in _STATUS_CODES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
-        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
+        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo, tenant, program, _ = request
         self._requests.append(
             _pack_request(
                 row,
@@ -303,6 +310,10 @@ class Recorder:
             self._ended.sessions[row] = session
         if slo is not None:
             self._ended.slos[row] = slo
+        if tenant is not None:
+            self._ended.tenants[row] = tenant
+        if program is not None and program != session:
+            self._ended.programs[row] = program
         if segment_replicas is not None:
             self._ended.segment_replicas[row] = segment_replicas
         if len(self._requests) >= self.part_rows:
@@ -321,10 +332,15 @@ class Recorder:
         self._flush_tokens()
         self._pack_requests()
         if self._request_parts:
-            requests, segments = request_tables(self._request_parts, self._ended)
+            requests, segments = request_tables(self._request_parts, self._ended, self._engines())
         else:
             requests, segments = schema("requests").empty_table(), schema("segments").empty_table()
         return RunTables({"requests": requests, "segments": segments, **self._sink.close()})
+
+    def _engines(self) -> Engines:
+        from metrics.recording.columnar import Engines
+
+        return Engines(self.places, self.ranks)
 
     def _flush_iterations(self) -> None:
         from metrics.recording.columnar import iteration_tables
@@ -333,7 +349,7 @@ class Recorder:
             return
         straight = Straight(self.straight, self._stretches)
         leaps = Leaps(self._leap_rows, self._leap_ends, self._leap_taken, self._leap_inside)
-        iterations, stages = iteration_tables(self._plain, straight, leaps)
+        iterations, stages = iteration_tables(self._plain, straight, leaps, self._engines())
         self._plain.clear()
         straight.clear()
         leaps.clear()
@@ -353,7 +369,7 @@ class Recorder:
         from metrics.recording.columnar import token_table
 
         if self._cohorts:
-            self._sink.write("tokens", token_table(self._cohorts))
+            self._sink.write("tokens", token_table(self._cohorts, self._engines()))
             self._cohorts.clear()
             self._token_rows = 0
 

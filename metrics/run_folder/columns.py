@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ RUN_VERSION = 1
 
 FIGURES = (
     "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
-    "request_bubble_cdf", "frontier",
+    "request_bubble_cdf", "frontier", "service_by_tenant",
 )  # fmt: skip
 """What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
 
@@ -44,6 +45,12 @@ class Column(NamedTuple):
     description: str
 
 
+RANK = "rank"
+"""Which of its replica's ranks a row is of."""
+
+LATER: dict[str, float | None] = {RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan}
+"""Columns that run folders of earlier versions do not have, and what stands for them there."""
+
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
     "cohorts": (("cohort", "int64"), ("step", "int32"), ("size", "int32")),
@@ -53,6 +60,7 @@ NESTED = {
 REQUESTS = (
     Column("request", "int64", "row of the trace; unique"),
     Column("replica", "int32", "replica that served it (-1 if none ever did)"),
+    Column("rank", "int32", "data-parallel rank of that replica that served it (0 without ranks)"),
     Column("arrival_s", "float64", "arrival"),
     Column("prompt_tokens", "int32", "prompt length"),
     Column("output_tokens", "int32", "tokens delivered when it ended, in whatever way it ended"),
@@ -67,11 +75,15 @@ REQUESTS = (
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),
+    Column("tenant", "string", "on whose behalf it was served (null if nobody is named)"),
+    Column("program", "string", "tree of calls it belongs to, where the trace names one (null if none)"),
 )
+
 
 ITERATIONS = (
     Column("replica", "int32", "replica that ran it"),
-    Column("iteration", "int64", "number of the batch within its replica, in plan order"),
+    Column("rank", "int32", "data-parallel rank of that replica (0 without ranks)"),
+    Column("iteration", "int64", "number of the batch in its replica and rank, in plan order; of a step for all ranks"),
     Column("planned_s", "float64", "the scheduler planned it"),
     Column("start_s", "float64", "stage 0 begins; host time before it excluded"),
     Column("end_s", "float64", "completed: its tokens are delivered"),
@@ -94,12 +106,19 @@ ITERATIONS = (
     Column("inside", "bool", "the batch shape lies in the cost model's measured region"),
     Column("wall_s", "float64", "wall-clock time of the iteration (live runs; NaN in simulated ones)"),
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
+    Column(
+        "activated_experts",
+        "float64",
+        "experts that at least one row went to, mean over layers with experts: counted in live runs, expected in "
+        "simulated ones (NaN where unknown or without experts)",
+    ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
 )
 
 TOKENS = (
     Column("replica", "int32", "replica that the cohort lives on"),
+    Column("rank", "int32", "data-parallel rank of that replica (0 without ranks)"),
     Column("cohort", "int64", "number of the cohort, unique within its replica"),
     Column("step", "int32", "step of the cohort, from 0"),
     Column("time_s", "float64", "the tokens of this step were delivered"),
@@ -108,6 +127,7 @@ TOKENS = (
 SEGMENTS = (
     Column("request", "int64", "request that the tokens belong to; its segments are in order"),
     Column("replica", "int32", "replica that the cohort lives on"),
+    Column("rank", "int32", "data-parallel rank of that replica (0 without ranks)"),
     Column("cohort", "int64", "cohort that the request decoded in"),
     Column("from_step", "int32", "first step that gave it a token"),
     Column("to_step", "int32", "one past the last step that gave it a token"),
@@ -115,12 +135,17 @@ SEGMENTS = (
 
 STAGES = (
     Column("replica", "int32", "replica"),
+    Column("rank", "int32", "data-parallel rank of that replica (0 without ranks)"),
     Column("stage", "int32", "pipeline stage, from 0"),
-    Column("iteration", "int64", "number of the batch within its replica"),
+    Column("iteration", "int64", "number of the batch within its replica and rank"),
     Column("start_s", "float64", "the stage starts on the batch"),
     Column("end_s", "float64", "the stage is done with the batch"),
     Column("send_s", "float64", "time to move its output to the next stage (0 on the last)"),
 )
+
+SERVED = ("trace", "wire")
+"""Tables that only a served session has (workloads.door.session): the requests as a trace, and when
+each token was written."""
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import LATER, RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +51,7 @@ class RunTables:
             raise MetricsError(f"run: found no table {missing[0]}, expected {', '.join(TABLES)}")
         self._tables = dict(tables)
         self._opened = dict(opened or {})
+        self._ranks: int | None = None
         self.config: dict[str, Any] = dict(config or {})
         self.summary: dict[str, Any] = dict(summary or {})
 
@@ -78,11 +79,29 @@ class RunTables:
         """One table, or some of its columns."""
         held = self._tables[name]
         if isinstance(held, Path):
+            with self._the_one_that_was_opened(name, held):
+                return _read(held, name, schema(name).names if columns is None else list(columns))
+        return held if columns is None else held.select(list(columns))
+
+    def has_all_columns(self, name: str) -> bool:
+        """Whether a table has every column of today, as all do but those of earlier versions on disk."""
+        held = self._tables[name]
+        if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            with self._the_one_that_was_opened(name, held):
-                return pq.read_table(held, columns=list(columns) if columns is not None else None, memory_map=True)
-        return held if columns is None else held.select(list(columns))
+            return set(schema(name).names) <= set(pq.read_schema(held).names)
+        return True
+
+    def put_column(self, table: str, name: str, values: NDArray[Any]) -> None:
+        """Replace a column of a table in memory; for tables on disk nothing is done."""
+        import pyarrow as pa
+
+        held = self._tables[table]
+        if isinstance(held, Path):
+            return
+        place = held.schema.get_field_index(name)
+        field = held.schema.field(place)
+        self._tables[table] = held.set_column(place, field, pa.array(values, field.type))
 
     def rows(self, name: str) -> int:
         held = self._tables[name]
@@ -117,6 +136,19 @@ class RunTables:
         """One column as a numpy array (strings as objects); not for the nested columns."""
         return as_numpy(self.table(table, [name]).column(name))
 
+    def engines(self, table: str) -> Ints:
+        """Per row, a number of the engine (one rank of one replica) it is of: replica * ranks + rank."""
+        rank = self.column(table, RANK).astype(np.int64)
+        return self.column(table, "replica").astype(np.int64) * self.ranks + rank
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks of a replica, of those that ran or rejected anything; 1 without."""
+        if self._ranks is None:
+            highest = [self.column(table, RANK).max(initial=0) for table in ("iterations", "requests")]
+            self._ranks = int(max(highest)) + 1
+        return self._ranks
+
     def column_ns(self, table: str, name: str) -> Ints:
         """One column of times as integer nanoseconds."""
         return to_ns(self.column(table, name))
@@ -149,6 +181,28 @@ class RunTables:
         rows = np.repeat(np.arange(len(nested)), as_numpy(pc.list_value_length(nested)))
         fields = {field.name: as_numpy(pc.struct_field(flat, field.name)) for field in flat.type}
         return {"row": rows, **fields}
+
+
+def _read(file: Path, name: str, wanted: list[str]) -> pa.Table:
+    """Columns of a table on disk; those that the version which wrote it did not know have what stands for them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    asked = [column for column in wanted if column in LATER]
+    there = pq.read_schema(file).names if asked else []
+    lacking = [column for column in asked if column not in there]
+    read = [column for column in wanted if column not in lacking]
+    table = pq.read_table(file, columns=read, memory_map=True)
+    if not lacking:
+        return table
+    fields, rows = schema(name), pq.read_metadata(file).num_rows
+    columns = [
+        pa.repeat(pa.scalar(LATER[column], fields.field(column).type), rows)
+        if column in lacking
+        else table.column(column)
+        for column in wanted
+    ]
+    return pa.table(columns, schema=pa.schema([fields.field(column) for column in wanted]))
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

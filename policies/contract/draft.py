@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 from policies.edges.compiling import mypyc_attr
 from policies.edges.errors import PolicyError
 from policies.kv_memory.swap import Preemption
-from policies.work.batch import Batch, BatchShape, Chunk, Decodes
+from policies.work.batch import Batch, BatchShape, Chunk, Decodes, Verified
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
+from policies.work.speculator import Speculator
 from policies.work.track import Track
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ _BatchShape: Final = BatchShape
 class Draft:
     """One plan; what it has been granted when the policy returns is the batch.
 
-    budget_left: tokens that may still be granted. preempted: victims of this plan so far. parts, chunks: the grants.
+    budget_left: tokens that may still be granted (below 1: none). preempted: victims of this plan so far. parts,
+        chunks: the grants. decodes: requests that decode; draft_tokens: drafts that they verify beside.
+    drafting: drafts to be made after this batch for whoever samples in it.
     only_now: the policy said that this plan holds for this moment only.
     """
 
@@ -44,6 +47,8 @@ class Draft:
         "cached_tokens",
         "chunks",
         "decodes",
+        "draft_tokens",
+        "drafting",
         "dummy_tokens",
         "grown",
         "joins",
@@ -51,18 +56,22 @@ class Draft:
         "parts",
         "planned_ns",
         "preempted",
+        "verified",
     )
 
     def __init__(self, scheduler: Scheduler, now_ns: Ns) -> None:
         self._scheduler = scheduler
         self.planned_ns = now_ns
-        self.budget_left = scheduler.token_budget
-        self.parts: list[Chunk | Decodes] = []
+        self.budget_left = scheduler.token_budget - scheduler.input_slots
+        self.parts: list[Chunk | Decodes | Verified] = []
         self.chunks: list[Chunk] = []
         self.grown: list[Decodes] = []
         self.joins: list[tuple[Track, int]] = []
         self.preempted: list[Track] = []
         self.decodes = 0
+        self.draft_tokens = 0
+        self.drafting = scheduler.drafting
+        self.verified: list[Verified] = []
         self.dummy_tokens = 0
         self.cached_tokens = 0
         self.alarm_ns: Ns | None = None
@@ -70,13 +79,16 @@ class Draft:
 
     # What a policy may ask for
 
-    def decode(self, cohort: Cohort, at_most: int | None = None) -> int:
-        """Decode one token for the members of `cohort`; returns how many were granted.
+    def decode(self, cohort: Cohort, at_most: int | None = None, *, width: int | None = None) -> int:
+        """Decode one token for the members of `cohort`; returns the tokens granted: one each, and the drafts that are
+        verified beside.
 
         `at_most`, or a budget smaller than the cohort, splits off the first so many in admission order: `cohort` then
         names these, the rest stand by as a cohort of their own. 0 means that blocks are short (or nothing is left to
-        grant); nothing is reserved then.
+        grant); nothing is reserved then. `width`: most tokens of one request, drafts included.
         """
+        if cohort.speculates:
+            return self._verify(cohort, UNLIMITED if width is None else width) if at_most is None or at_most > 0 else 0
         scheduler = self._scheduler
         if cohort.planned != len(cohort.times):
             self._refuse_if_not_chased(cohort)
@@ -99,7 +111,7 @@ class Draft:
         return size
 
     def decode_all(self, at_most: int | None = None, *, first_to_go: Callable[[Track], Any] | None = None) -> int:
-        """Decode the cohorts that are free to be planned, in admission order; returns the decodes granted.
+        """Decode the cohorts that are free to be planned, in admission order; returns the tokens granted.
 
         at_most: by default this micro-batch's even share of the running requests, which without a pipeline is all of
         them. Where blocks are short somebody is preempted until the others fit: the last admitted, or whoever has the
@@ -117,7 +129,7 @@ class Draft:
                 if self.decode(cohort, left):
                     break
                 self.preempt(max(queues.running_tracks(), key=first_to_go) if first_to_go is not None else None)
-        return self.decodes
+        return self.decodes + self.draft_tokens
 
     def chunk(self, track: Track, tokens: int) -> int:
         """Prefill up to `tokens` more of a running prompt; returns the tokens granted, 0 if blocks are short."""
@@ -133,12 +145,14 @@ class Draft:
             return 0
         scheduler = self._scheduler
         ledger = scheduler.ledger
-        context = prefix + granted
-        short = -(-context // ledger.block_size) - track.blocks
+        context = holds = prefix + granted
+        if scheduler.lookahead:
+            holds = scheduler.with_lookahead(context)
+        short = -(-holds // ledger.block_size) - track.blocks
         if short > 0:
             if short > ledger.free_blocks:
                 return 0
-            ledger.extend(track, context)
+            ledger.extend(track, holds)
         if ledger.prefix_caching:
             self._grant_chunk(track, granted, prefix)
             return granted
@@ -146,18 +160,19 @@ class Draft:
         track.own_context = context
         track.chunks_in_flight += 1
         scheduler.queues.prefill_tokens -= granted
-        self.budget_left -= granted
+        self.budget_left -= granted + scheduler.input_slots
         chunk = _new(_Chunk, (track, granted, prefix, context == track.own_known))
         self.chunks.append(chunk)
         self.parts.append(chunk)
         return granted
 
-    def admit(self, track: Track, tokens: int, *, reserve: int = 0, must_fit: int = 0) -> int:
+    def admit(self, track: Track, tokens: int, *, reserve: int = 0, must_fit: int = 0, placeholders: int = 0) -> int:
         """Start a waiting request with up to `tokens` tokens of its prompt; returns the tokens granted.
 
         A prefix hit comes first and costs no budget. `reserve`: blocks for so many tokens are taken at once.
-        `must_fit`: so many tokens must find free blocks now, but only the chunk's are taken. Refused (0) when slots,
-        budget or blocks are short, or when the watermark would be crossed.
+        `must_fit`: so many tokens must find free blocks now, but only the chunk's are taken. `placeholders`: one whose
+        prefix hit leaves a single token starts as a speculating decode, with so many drafts that are none. Refused (0)
+        when slots, budget or blocks are short, or when the watermark would be crossed.
         """
         scheduler = self._scheduler
         if track.order >= 0:
@@ -175,7 +190,16 @@ class Draft:
             if not admission.lets_in(track, scheduler):
                 return 0
             reserve = admission.reserve(track, reserve)
-        taken = max(cached + granted, reserve)
+        width = granted
+        if placeholders and track.own_known - cached == 1:
+            width += placeholders
+            if width > self.budget_left:
+                return 0
+        taken = cached + width
+        if scheduler.lookahead:
+            taken = scheduler.with_lookahead(taken)
+        if reserve > taken:
+            taken = reserve
         held = track.blocks
         if held:
             # Its KV was handed over and lies here already.
@@ -197,8 +221,11 @@ class Draft:
         if admission is not None:
             admission.entered(track, scheduler)
         self.cached_tokens += cached - track.computed
-        self._grant_chunk(track, granted, cached)
-        return granted
+        if width > granted:
+            self._grant_with_placeholders(track, width, cached, taken)
+        else:
+            self._grant_chunk(track, granted, cached)
+        return width
 
     def to_prefill(self, track: Track) -> int:
         """Tokens that a waiting request would have to prefill if it were admitted now: all but its prefix hit, or but
@@ -229,6 +256,12 @@ class Draft:
         self._take_back(track, how, set())
         return track
 
+    def propose(self, tokens: int) -> None:
+        """Let at most `tokens` tokens be drafted after this batch for everybody who samples in it, instead of the
+        engine's k; nothing without speculation."""
+        if tokens < self.drafting:
+            self.drafting = max(0, tokens)
+
     def pad(self, multiple: int) -> int:
         """Fill the batch with dummy tokens to a whole number of `multiple` rows; returns how many were added."""
         rows = self.tokens
@@ -253,8 +286,8 @@ class Draft:
 
     @property
     def tokens(self) -> int:
-        """Useful tokens granted so far, `decodes` among them."""
-        return self.decodes + sum([chunk[1] for chunk in self.chunks])
+        """Useful tokens granted so far, decodes and their drafts among them."""
+        return self.decodes + self.draft_tokens + sum([chunk[1] for chunk in self.chunks])
 
     @property
     def shape(self) -> BatchShape:
@@ -266,19 +299,22 @@ class Draft:
     def _finish(self, number: int) -> Batch:
         """The plan is done: what it was granted as a batch."""
         chunks, grown = self.chunks, self.grown
-        if len(chunks) == 1 and len(grown) == 1:
+        if len(chunks) == 1 and len(grown) == 1 and not self.drafting:
             # What _shape_so_far does, for the most common plan.
             _, tokens, prefix, samples = chunks[0]
             _, _, decodes, total, deepest = grown[0]
             shape = _new(
                 _BatchShape,
-                (((tokens, prefix),), decodes, total, deepest, self.dummy_tokens, decodes + samples, 0),
+                (((tokens, prefix),), decodes, total, deepest, self.dummy_tokens, decodes + samples, 0, 0, 0, 0),
             )
         else:
             shape = self._shape_so_far()
-        return Batch(
+        batch = Batch(
             number, self.planned_ns, self.parts, chunks, grown, self.joins, self.preempted, self.cached_tokens, shape
         )
+        if self.verified:
+            batch.verified = self.verified
+        return batch
 
     def _shape_so_far(self) -> BatchShape:
         chunks, grown = self.chunks, self.grown
@@ -299,7 +335,54 @@ class Draft:
             deepest = max([part[4] for part in grown])
         else:
             total = deepest = 0
-        return _new(_BatchShape, (pairs, decodes, total, deepest, self.dummy_tokens, sampled, 0))
+        drafts = self.draft_tokens
+        draft_context = 0
+        for part in self.verified:
+            context = part[3]
+            total += context
+            draft_context += context * (part[2] - 1)
+            if context > deepest:
+                deepest = context
+        sampled += drafts
+        return _new(
+            _BatchShape,
+            (pairs, decodes, total, deepest, self.dummy_tokens, sampled, 0, drafts, draft_context, self.drafting),
+        )
+
+    def _verify(self, cohort: Cohort, width: int) -> int:
+        """Plan the next token of a speculating decode and the drafts that it holds, as many as there is room for.
+
+        The model's longest sequence bounds them (vLLM keeps one position for the token to be sampled); drafts that find
+        no room are dropped from the end.
+        """
+        assert isinstance(cohort, Speculator)
+        scheduler = self._scheduler
+        if cohort.planned != len(cohort.times) and not scheduler.chase_decodes:
+            raise PolicyError("a speculating decode in flight cannot be decoded again")
+        track = cohort.track
+        context = cohort.context_total
+        tokens = min(1 + track.drafts, width, self.budget_left, scheduler.max_model_len - context - 1)
+        if tokens <= 0 or not cohort.plan_tokens(tokens, scheduler.with_lookahead(context + tokens), scheduler.ledger):
+            return 0
+        track.drafts = 0
+        self._grant_verified(Verified(cohort, track, tokens, context))
+        return tokens
+
+    def _grant_with_placeholders(self, track: Track, width: int, cached: int, holds: int) -> None:
+        scheduler = self._scheduler
+        cohort = scheduler.begin_speculating(track)
+        cohort.plan_tokens(width, holds, scheduler.ledger)
+        if scheduler.ledger.prefix_caching:
+            scheduler.ledger.computed(track, cached + 1)
+        scheduler.queues.prefill_tokens -= 1
+        self._grant_verified(Verified(cohort, track, width, cached, True))
+
+    def _grant_verified(self, part: Verified) -> None:
+        self.parts.append(part)
+        self.verified.append(part)
+        self.decodes += 1
+        self.draft_tokens += part[2] - 1
+        self.budget_left -= part[2] + self._scheduler.input_slots
 
     def _refuse_if_not_chased(self, cohort: Cohort) -> None:
         scheduler = self._scheduler
@@ -319,7 +402,7 @@ class Draft:
         track.own_context = context
         track.chunks_in_flight += 1
         scheduler.queues.prefill_tokens -= tokens
-        self.budget_left -= tokens
+        self.budget_left -= tokens + scheduler.input_slots
         samples = context == track.own_known
         chunk = _new(_Chunk, (track, tokens, prefix, samples))
         self.chunks.append(chunk)
@@ -346,7 +429,10 @@ class Draft:
             self._undo_chunk(at)
         scheduler.stop(track, how, empty)
         if at is not None and cohort is not None:
-            self._undo_decode(at, cohort, context - 1)
+            if cohort.speculates:
+                self._undo_verified(at)
+            else:
+                self._undo_decode(at, cohort, context - 1)
         self.preempted.append(track)
         for dependent in dependents:
             if dependent.order >= 0:
@@ -373,10 +459,18 @@ class Draft:
         part = self.parts.pop(at)
         assert isinstance(part, Chunk)
         track, tokens, prefix, _ = part
-        self.budget_left += tokens
+        self.budget_left += tokens + self._scheduler.input_slots
         self._scheduler.queues.prefill_tokens += tokens
         track.chunks_in_flight -= 1
         track.own_context = prefix
+        self._recount()
+
+    def _undo_verified(self, at: int) -> None:
+        part = self.parts.pop(at)
+        assert isinstance(part, Verified)
+        self.budget_left += part.tokens + self._scheduler.input_slots
+        # As in _undo_decode: leaving gave back a promise that the plan has not taken yet.
+        self._scheduler.queues.decode_tokens_promised -= 1
         self._recount()
 
     def _undo_decode(self, at: int, cohort: Cohort, context: int) -> None:
@@ -401,4 +495,6 @@ class Draft:
         """Chunks, decodes and their sum, after a part shrank or went."""
         self.chunks = [part for part in self.parts if isinstance(part, Chunk)]
         self.grown = [part for part in self.parts if isinstance(part, Decodes)]
-        self.decodes = sum([part.size for part in self.grown])
+        self.verified = [part for part in self.parts if isinstance(part, Verified)]
+        self.decodes = sum([part.size for part in self.grown]) + len(self.verified)
+        self.draft_tokens = sum([part.tokens - 1 for part in self.verified])

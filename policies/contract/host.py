@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from policies.contract.speculation import Speculation
 from policies.edges.errors import PolicyError
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
@@ -18,6 +19,7 @@ class Host:
     chase_chunks: a prompt's next chunk may be planned while its last one is in flight (vLLM V1 in a pipeline).
     chase_decodes: the next decode too (asynchronous scheduling: the next step is planned before this one returns).
     tile: the GEMM's M-quantum in rows.
+    speculation: how the engine drafts tokens; None where it does not.
     estimator: predicted duration of a batch on this engine, for policies that plan by time.
     """
 
@@ -26,6 +28,7 @@ class Host:
     chase_decodes: bool = False
     tile: int = 128
     estimator: Callable[[BatchShape], Ns] | None = None
+    speculation: Speculation | None = None
 
     def estimate_ns(self, shape: BatchShape) -> Ns:
         """Predicted duration of one iteration; PolicyError if this engine has no cost model."""

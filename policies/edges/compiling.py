@@ -24,6 +24,7 @@ HOT = (
     "policies.work.track",
     "policies.work.batch",
     "policies.work.cohort",
+    "policies.work.speculator",
     "policies.kv_memory.ledger",
     "policies.kv_memory.block_names",
     "policies.kv_memory.block_ledger",

@@ -27,6 +27,7 @@ class BlockLedger(KVLedger):
     total_blocks: usable blocks, the null block not counted.
     prefix_caching: full blocks get a hash when the batch that fills them is planned and can be found by later requests
         with the same prefix, by a later turn of the same session, or by their own request after a preemption.
+    drops_last_hit: the last block of every prefix hit is computed again.
     names: what tells equal contents (see `policies.kv_memory.block_names`); a trace's hashes and sessions by default.
     """
 
@@ -39,6 +40,7 @@ class BlockLedger(KVLedger):
         prefix_caching: bool = False,
         free_order: FreeOrder = "0.32",
         names: BlockNames | None = None,
+        drops_last_hit: bool = False,
     ) -> None:
         if total_blocks < 1 or block_size < 1:
             raise PolicyError(f"KV pool: found {total_blocks} blocks of {block_size} tokens, expected at least 1 of 1")
@@ -49,9 +51,11 @@ class BlockLedger(KVLedger):
         self.total_blocks = self.free_blocks = total_blocks
         self.prefix_caching = prefix_caching
         self.free_order = free_order
-        self.longest = longest
-        self.slots = total_blocks // max(1, self.blocks_for(longest))
+        # A slot is never longer than the pool: what does not fit there never runs.
+        self.longest = min(longest, total_blocks * block_size)
+        self.slots = total_blocks // max(1, self.blocks_for(self.longest))
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, total_blocks + 1))
+        self._drops_last_hit = drops_last_hit
         self._users = [0] * (total_blocks + 1)
         self._hash_of: dict[int, Hashable] = {}
         # A hash may name several blocks: two requests can compute the same prefix side by side.
@@ -68,7 +72,10 @@ class BlockLedger(KVLedger):
         self._missed_name: Hashable = None
 
     def cached_tokens(self, track: Track) -> int:
-        return max(len(self._hits(track)) * self.block_size, track.computed)
+        hits = len(self._hits(track))
+        if hits and self._drops_last_hit:
+            hits -= 1
+        return max(hits * self.block_size, track.computed)
 
     def admission_blocks(self, track: Track, cached: int, tokens: int) -> int:
         hits = self._hits(track)

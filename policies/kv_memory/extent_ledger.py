@@ -45,9 +45,17 @@ class Extent:
 
 
 class ExtentLedger(KVLedger):
-    """A pool of total_blocks blocks with a prefix cache; free_order as `BlockLedger` has it."""
+    """A pool of total_blocks blocks with a prefix cache; free_order, drops_last_hit as `BlockLedger` has them."""
 
-    def __init__(self, total_blocks: int, block_size: int, longest: int = 0, *, free_order: FreeOrder = "0.32") -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        longest: int = 0,
+        *,
+        free_order: FreeOrder = "0.32",
+        drops_last_hit: bool = False,
+    ) -> None:
         if total_blocks < 1 or block_size < 1:
             raise PolicyError(f"KV pool: found {total_blocks} blocks of {block_size} tokens, expected at least 1 of 1")
         if free_order not in ("0.19", "0.32"):
@@ -56,8 +64,10 @@ class ExtentLedger(KVLedger):
         self.prefix_caching = True
         self.block_size = block_size
         self.total_blocks = self.free_blocks = total_blocks
-        self.longest = longest
-        self.slots = total_blocks // max(1, self.blocks_for(longest))
+        # A slot is never longer than the pool: what does not fit there never runs.
+        self.longest = min(longest, total_blocks * block_size)
+        self.slots = total_blocks // max(1, self.blocks_for(self.longest))
+        self._drops_last_hit = drops_last_hit
         self._blank_last = free_order == "0.19"
         self._names = TraceNames()
         # Copies of one text, each of its blocks first found in the copy that was named first.
@@ -82,7 +92,10 @@ class ExtentLedger(KVLedger):
     # What a scheduler asks
 
     def cached_tokens(self, track: Track) -> int:
-        found = self._look(track) * self.block_size
+        found = self._look(track)
+        if found and self._drops_last_hit:
+            found -= 1
+        found *= self.block_size
         return found if found > track.computed else track.computed
 
     def shared_blocks(self, track: Track, cached: int) -> int:

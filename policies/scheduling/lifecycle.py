@@ -15,6 +15,7 @@ from policies.kv_memory.swap import Preemption
 from policies.scheduling.handover import Handover
 from policies.scheduling.lockstep import Lockstep
 from policies.work.request import Ns, Request
+from policies.work.speculator import Speculator
 from policies.work.track import Track
 
 
@@ -23,7 +24,6 @@ class Roster(Lockstep):
 
     token_budget: int
     max_num_seqs: int
-    max_model_len: int
     longest_by: str
     watermark_blocks: int
     tracks: dict[int, Track]
@@ -54,6 +54,7 @@ class Roster(Lockstep):
         track = self.enter(request, now_ns, ends_after, computed, produced)
         if track.status == "waiting":
             track.hands_over = hands_over
+            self.announce(track)
             self.queues.enqueue(track)
         return track
 
@@ -206,7 +207,16 @@ class Roster(Lockstep):
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - kept - unplanned
+        self.announce(track)
         queues.enqueue_in_front(track)
+
+    def announce(self, track: Track) -> None:
+        """Tell a policy that remembers who is about to join the queue."""
+        stateful = self.stateful
+        if stateful is not None:
+            if self.served:
+                self._tell_of_service()
+            stateful.queued(self.state, self.queues, track)
 
     def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
         """Let the policy write on a draft."""
@@ -291,6 +301,8 @@ class Roster(Lockstep):
             # Promised tokens of its flight are dropped: they are owed again.
             first = len(cohort.times)
             unreceived = cohort.planned - (first if first > track.segment_start else track.segment_start)
+            if isinstance(cohort, Speculator):
+                unreceived = cohort.promised
             cohort.leave(track)
             if unreceived > 0:
                 queues.decode_tokens_promised += unreceived

@@ -12,6 +12,7 @@ from typing import Any, Final
 from policies.contract.host import Host
 from policies.contract.policy import Policy, Promises, Served, StatefulPolicy
 from policies.contract.queues import Queues
+from policies.contract.speculation import Speculation
 from policies.edges.errors import PolicyError
 from policies.kv_memory.ledger import KVLedger
 from policies.kv_memory.swap import Swap
@@ -19,6 +20,7 @@ from policies.scheduling.overload_ladder import AdmissionControl
 from policies.work.batch import Batch, BatchShape, Chunk, Decodes
 from policies.work.cohort import Cohort
 from policies.work.request import Ns
+from policies.work.speculator import Speculator
 from policies.work.track import Track
 
 # A named tuple made without its own constructor, which costs more than all the rest of a plan. Final, as whatever a hot
@@ -49,6 +51,13 @@ class Lockstep:
     micro_batches: int
     chase_decodes: bool
     promises: Promises
+    max_model_len: int
+    # How it speculates, and what follows from it: KV slots beyond a step, budget of a scheduled request beyond its
+    # tokens, and drafts made after a step.
+    speculation: Speculation | None
+    lookahead: int
+    input_slots: int
+    drafting: int
     # Of a policy that remembers: itself, its memory, and the tokens served since it was told, by `counts_by`.
     stateful: StatefulPolicy | None
     state: Any
@@ -130,7 +139,7 @@ class Lockstep:
         part = _new(_Decodes, (cohort, step + steps, size, total, longest))
         batch.parts = [part]
         batch.grown = [part]
-        batch.shape = _new(_BatchShape, ((), size, total, longest, batch.shape[4], size, 0))
+        batch.shape = _new(_BatchShape, ((), size, total, longest, batch.shape[4], size, 0, 0, 0, 0))
         self.queues.decode_tokens_promised -= steps * size
         return taken
 
@@ -183,7 +192,9 @@ class Lockstep:
         chunk = _new(_Chunk, (track, tokens, prefix, False))
         batch.chunks = [chunk]
         batch.parts = [*batch.grown, chunk]
-        batch.shape = _new(_BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.shape = _new(
+            _BatchShape, (((tokens, prefix),), decodes, total, longest, batch.shape[4], decodes, 0, 0, 0, 0)
+        )
         batch.number = self._batches
         self._batches += 1
         batch.planned_ns = now_ns
@@ -225,7 +236,7 @@ class Lockstep:
         _, _, decodes, total, longest = step
         batch.grown = [step]
         batch.parts = [step]
-        batch.shape = _new(_BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0))
+        batch.shape = _new(_BatchShape, ((), decodes, total, longest, batch.shape[4], decodes, 0, 0, 0, 0))
         batch.number = self._batches
         self._batches += 1
         batch.planned_ns = now_ns
@@ -308,8 +319,53 @@ class Lockstep:
             self.retired = [cohort for cohort in self.retired if cohort.in_flight]
         return done
 
+    def begin_speculating(self, track: Track) -> Speculator:
+        """A running track that has nothing left to prefill becomes a decode of its own."""
+        cohort = Speculator(self._cohorts, self.ledger.block_size, by_id=self.ledger.by_id)
+        self._cohorts += 1
+        parts = self.queues.parts
+        parts[parts.index(track)] = cohort
+        self.queues.parts_changed()
+        cohort.join(track, 0, 0)
+        return cohort
+
+    def with_lookahead(self, tokens: int) -> int:
+        """Tokens that need a KV slot where a step computes up to `tokens`: drafting writes some more, none beyond the
+        longest sequence."""
+        return min(tokens + self.lookahead, self.max_model_len)
+
+    def _deliver_verified(self, batch: Batch, now_ns: Ns) -> list[Track]:
+        """Deliver what was accepted of the speculating decodes of a batch; returns those who have all of their tokens.
+
+        Whoever was preempted or withdrawn while the batch was in flight gets nothing.
+        """
+        finished = []
+        for cohort, track, _, _, placeholders in batch.verified:
+            if track.cohort is not cohort:
+                continue
+            request_id = track.request.id
+            before = len(cohort.times)
+            delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
+            track.drafts = batch.proposed.get(request_id, 0)
+            self.queues.decode_tokens_promised -= delivered - 1
+            if track.first_token_ns < 0:
+                track.first_token_ns = now_ns
+            if self.stateful is not None:
+                self._count(track, int(placeholders), len(cohort.times) - before)
+            finished += cohort.ending()
+        return finished
+
     def _join(self, track: Track, batch: Batch) -> None:
         """A prompt is complete with this batch: its track decodes from now on, in lockstep with the batch's decodes."""
+        if self.speculation is not None:
+            track.own_known = track.own_context
+            begun = self.begin_speculating(track)
+            # Its first token is a step of a cohort like any other.
+            begun.planned = 1
+            track.base = begun.longest_base = track.own_context - 1
+            batch.grown.append(Decodes(begun, 0, 0, 0, 0))
+            batch.joins.append((track, track.epoch))
+            return
         queues = self.queues
         parts = queues.parts
         track.own_known = track.own_context

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from policies.contract.host import Host
 from policies.contract.policy import Policy
+from policies.contract.speculation import Speculation
 from policies.kv_memory.block_ledger import BlockLedger, FreeOrder
 from policies.kv_memory.block_names import BlockNames
 from policies.kv_memory.extent_ledger import ExtentLedger
@@ -51,6 +52,7 @@ def make_scheduler(
     names: BlockNames | None = None,
     swap: Swap | None = None,
     admission: AdmissionControl | None = None,
+    speculation: Speculation | None = None,
 ) -> Scheduler:
     """A scheduler for one engine.
 
@@ -59,22 +61,32 @@ def make_scheduler(
     micro_batches: pipeline depth. by_id: give out block ids, which an executor needs. prefix_caching: share equal
     prefixes, whatever the policy (one that has such a knob may switch it on as well). names: what tells equal prefixes,
     by id; a trace's hashes and sessions by default. swap: host memory for preempted requests. admission: what to do
-    when memory runs short.
+    when memory runs short. speculation: how tokens are drafted, if they are.
 
     ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's system does on such an
     engine (`Policy.plans_ahead`). on_gpu: the engine runs on GPUs.
     """
     if ahead is None:
-        ahead = policy.plans_ahead(on_gpu=on_gpu, stages=micro_batches)
+        method = "" if speculation is None else speculation.method
+        ahead = policy.plans_ahead(on_gpu=on_gpu, stages=micro_batches, speculation=method)
     caching = prefix_caching or bool(getattr(policy, "prefix_caching", False))
     ledger: KVLedger
     free_order: FreeOrder = getattr(policy, "free_order", "0.32")
+    drops_last_hit = speculation is not None and speculation.drops_last_hit
     if by_id or names is not None:
         ledger = BlockLedger(
-            num_blocks, block_size, max_model_len, prefix_caching=caching, free_order=free_order, names=names
+            num_blocks,
+            block_size,
+            max_model_len,
+            prefix_caching=caching,
+            free_order=free_order,
+            names=names,
+            drops_last_hit=drops_last_hit,
         )
     elif caching:
-        ledger = ExtentLedger(num_blocks, block_size, max_model_len, free_order=free_order)
+        ledger = ExtentLedger(
+            num_blocks, block_size, max_model_len, free_order=free_order, drops_last_hit=drops_last_hit
+        )
     else:
         ledger = CountingLedger(num_blocks, block_size, max_model_len)
     host = Host(
@@ -83,6 +95,7 @@ def make_scheduler(
         chase_decodes=ahead,
         tile=tile,
         estimator=estimator,
+        speculation=speculation,
     )
     return Scheduler(
         policy,

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.contract.host import Host
-from policies.contract.policy import Policy, StatefulPolicy
+from policies.contract.policy import Policy, Promises, StatefulPolicy
 from policies.contract.queues import Queues
 from policies.edges.errors import PolicyError
 from policies.kv_memory.ledger import KVLedger
@@ -35,7 +35,8 @@ class Outcome(NamedTuple):
     """What one completed batch delivered.
 
     gaps: (time since the previous token, how many requests saw it). A resumed request's stall is a gap of its own; a
-    token dropped by preemption in flight is none. Always: sum of the counts + len(first_tokens) == tokens delivered.
+    token dropped by preemption in flight is none. Tokens that a speculating decode delivers together are seen at one
+    moment: they have one gap. Always: sum of the counts + len(first_tokens) == deliveries.
     """
 
     first_tokens: Sequence[Track]
@@ -70,7 +71,13 @@ class Scheduler(Roster):
         self.ledger = ledger
         self.host = host if host is not None else Host()
         self.micro_batches, self.chase_decodes = self.host.micro_batches, self.host.chase_decodes
-        self.promises = policy.promises
+        self.speculation = speculation = self.host.speculation
+        # A speculating decode advances by as much as is accepted: no plan of it repeats.
+        self.promises = policy.promises if speculation is None else Promises()
+        self.lookahead = self.input_slots = self.drafting = 0
+        if speculation is not None:
+            self.lookahead, self.input_slots = speculation.lookahead, speculation.input_slots
+            self.drafting = speculation.tokens
         self.stateful = policy if isinstance(policy, StatefulPolicy) else None
         self.state = None if self.stateful is None else self.stateful.new_state()
         self.served: dict[object, list[int]] = {}
@@ -152,6 +159,9 @@ class Scheduler(Roster):
         self._batches += 1
         queues.in_flight_batches += 1
         queues.decode_tokens_promised -= batch.shape[5]
+        if batch.verified:
+            # Of a speculating decode only its next token is certain.
+            queues.decode_tokens_promised += batch.shape[7]
         if ledger.by_id:
             batch.new_blocks = ledger.take_new_blocks()
         if self.swap is not None:
@@ -175,6 +185,11 @@ class Scheduler(Roster):
                 received -= cohort.lost.get(step, 0)
             if received:
                 gaps.append((now_ns - cohort.times[-1], received))
+        for cohort, track, _, _, _ in batch.verified:
+            if track.cohort is cohort and track.first_token_ns >= 0:
+                gaps.append((now_ns - (cohort.times[-1] if cohort.times else track.last_token_ns), 1))
+            elif track.cohort is cohort:
+                first_tokens.append(track)
         for track, epoch in batch.joins:
             if track.epoch != epoch:
                 continue
@@ -208,6 +223,12 @@ class Scheduler(Roster):
         for track, epoch in batch.joins:
             if track.epoch == epoch and track.first_token_ns < 0:
                 track.first_token_ns = now_ns
+        if batch.verified:
+            finished = [*finished, *self._deliver_verified(batch, now_ns)]
+        if self.speculation is not None:
+            for track, epoch in batch.joins:
+                if track.epoch == epoch:
+                    track.drafts = batch.proposed.get(track.request.id, 0)
         for request_id in stopped:
             ended = self.tracks.get(request_id)
             if ended is not None and ended not in finished:
@@ -221,7 +242,7 @@ class Scheduler(Roster):
             else:
                 for track in finished:
                     self._finish(track, now_ns)
-        if len(grown) > 1:
+        if len(grown) > 1 and self.speculation is None:
             self._merge([part[0] for part in grown])
         return finished
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from policies.edges.compiling import mypyc_attr
-from policies.work.batch_parts import BatchShape, Chunk, Decodes
+from policies.work.batch_parts import BatchShape, Chunk, Decodes, Verified
 from policies.work.request import Ns
 
 if TYPE_CHECKING:
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from policies.work.track import Track
 
 NEVER = -1
+NOTHING: Final[Mapping[int, int]] = {}
 
-__all__ = ["Batch", "BatchShape", "Chunk", "Decodes"]
+__all__ = ["Batch", "BatchShape", "Chunk", "Decodes", "Verified"]
 
 
 @mypyc_attr(acyclic=True)
@@ -29,10 +30,14 @@ class Batch:
     with this batch stands there with size 0.
     repeats_at: the state of the queues (`Queues.changes`) in which it may be planned again without asking the policy.
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
+    verified: the speculating decodes among the parts, in batch order. What becomes of them the world says before the
+        batch is completed. accepted: drafts accepted, by request id, none where it is silent; proposed: drafts made
+        afterwards for whoever sampled, by request id.
     swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
 
     __slots__ = (
+        "accepted",
         "cached_tokens",
         "chunks",
         "grown",
@@ -42,17 +47,19 @@ class Batch:
         "parts",
         "planned_ns",
         "preempted",
+        "proposed",
         "repeats_at",
         "shape",
         "swap_in",
         "swap_out",
+        "verified",
     )
 
     def __init__(
         self,
         number: int,
         planned_ns: Ns,
-        parts: list[Chunk | Decodes],
+        parts: list[Chunk | Decodes | Verified],
         chunks: list[Chunk],
         grown: list[Decodes],
         joins: list[tuple[Track, int]],
@@ -70,6 +77,8 @@ class Batch:
         self.cached_tokens = cached_tokens
         self.shape = shape
         self.repeats_at = NEVER
+        self.verified: Sequence[Verified] = ()
+        self.accepted = self.proposed = NOTHING
         self.new_blocks: Sequence[tuple[int, int, int]] = ()
         self.swap_out: Sequence[Move] = ()
         self.swap_in: Sequence[Move] = ()

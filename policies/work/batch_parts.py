@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from policies.work.cohort import Cohort
+    from policies.work.speculator import Speculator
     from policies.work.track import Track
 
 
@@ -22,6 +23,9 @@ class BatchShape(NamedTuple):
     dummy_tokens: padding rows; they cost linear layers only: no KV, no attention, no sampling.
     sampled: rows that go through the output head and the sampler.
     executed_rows: rows really executed once graph padding is counted; 0 where no padding was applied.
+    draft_tokens: drafts that decodes verify beside their next token: rows beyond one a decode.
+    draft_context_total: their decodes' contexts, once for every draft.
+    drafting: tokens drafted after this iteration for every request that samples in it; 0 without speculation.
     """
 
     chunks: tuple[tuple[int, int], ...] = ()
@@ -31,6 +35,9 @@ class BatchShape(NamedTuple):
     dummy_tokens: int = 0
     sampled: int = 0
     executed_rows: int = 0
+    draft_tokens: int = 0
+    draft_context_total: int = 0
+    drafting: int = 0
 
     @property
     def prefill_tokens(self) -> int:
@@ -39,7 +46,17 @@ class BatchShape(NamedTuple):
     @property
     def tokens(self) -> int:
         """Useful tokens: prefill and decode together, without dummies."""
-        return sum([tokens for tokens, _ in self.chunks]) + self.decodes
+        return sum([tokens for tokens, _ in self.chunks]) + self.decodes + self.draft_tokens
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of the decodes: one each, and one for every draft."""
+        return self.decodes + self.draft_tokens
+
+    @property
+    def requests_sampled(self) -> int:
+        """Requests that get a token: sampled rows without those of drafts."""
+        return self.sampled - self.draft_tokens
 
     @property
     def rows(self) -> int:
@@ -64,3 +81,20 @@ class Decodes(NamedTuple):
     size: int
     context_total: int
     context_max: int
+
+
+class Verified(NamedTuple):
+    """The step of one speculating decode: `tokens` rows (its next token and drafts) on top of `context` cached ones.
+
+    placeholders: its drafts are none: rows that fill a width which the engine wants whole, and never accepted.
+    """
+
+    cohort: Speculator
+    track: Track
+    tokens: int
+    context: int
+    placeholders: bool = False
+
+    @property
+    def drafts(self) -> int:
+        return self.tokens - 1

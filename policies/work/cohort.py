@@ -36,6 +36,7 @@ class Cohort:
     longest_base: the base of the member with the longest context.
     ends_at: whose last token a step delivers, by the number of steps completed by then.
     by_id: whether its ledger hands out block ids and so wants to know who needs a block, not only how many do.
+    speculates: it is the decode of one request that verifies drafts (`policies.work.speculator.Speculator`).
 
     A member's context is `track.base + planned`. It joins at step `segment_start`: times[segment_start] is the time of
     the token that its last chunk sampled (or, after a merge, of its first token decoded here).
@@ -60,11 +61,13 @@ class Cohort:
         "peak",
         "planned",
         "size",
+        "speculates",
         "times",
     )
 
     def __init__(self, number: int, block_size: int, *, by_id: bool = True) -> None:
         self.number = number
+        self.speculates = False
         self.block_size = block_size
         self.by_id = by_id
         self.planned = 0

@@ -22,6 +22,7 @@ class Track:
         before the next token can be sampled; a decoding request lacks exactly 1.
     produced: tokens delivered in closed segments; a member of a cohort owes the rest to the cohort's steps.
     ends_after: output tokens after which the oracle ends it (never more than the declared limit).
+    drafts: tokens drafted for it after its last step, to be verified in its next (only with speculation).
     blocks: KV blocks held when the request last joined a cohort, or now if it is in none.
     table, extents, named_blocks: what it holds, as its ledger writes it down: block ids, or the extents of its first
         named_blocks blocks (see `policies.kv_memory.extent_ledger`).
@@ -38,6 +39,7 @@ class Track:
         "cohort",
         "computed",
         "decodes_from",
+        "drafts",
         "ends_after",
         "epoch",
         "extents",
@@ -68,6 +70,7 @@ class Track:
         self.computed = computed
         self.chunks_in_flight = 0
         self.closing = False
+        self.drafts = 0
         self.hands_over = False
         self.cohort: Cohort | None = None
         self.base = 0

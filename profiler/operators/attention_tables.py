@@ -103,7 +103,7 @@ class AttentionTables:
         value = self._physical(value, 0, 0, counts, self.alone)[0, 0]
         lines = [
             np.stack([one[:, :-1] - slope * self.alone.knots[:-1], slope], axis=-1)
-            for one in (value, _rising(value))
+            for one in (value, _rising(value, self._at_knots("decode", counts, self.alone)))
             for slope in [np.diff(one, axis=1) / np.diff(self.alone.knots)]
         ]
         measured = self._measured("decode", counts[:, None], middles(self.alone)[None, :])
@@ -120,7 +120,10 @@ class AttentionTables:
         self.prefixes = Axis([*self.contexts.near, 1], far=True)
         chunk = source.prefill_us(self.chunks.knots[:, None], self._seen(self.prefixes.near)[None, :]) * 1e3
         chunk = self._physical(chunk, self.chunks.knots, self.prefixes, 0, 0)[:, :, 0, 0]
-        self._chunk = self._chunk_cells(chunk)
+        # Of all chunks whole prompts are known best, by their law where they were not measured themselves.
+        whole = self.prefixes.knots == 0
+        rising = _rising(chunk, self._at_knots("prefill", self.chunks.knots, self.prefixes) | whole)
+        self._chunk = self._chunk_cells(chunk, rising)
         self._beside = np.zeros((0, 16))
         if fused:
             grid = np.meshgrid(near, far, self.decodes.near, far, indexing="ij", sparse=True)
@@ -129,7 +132,12 @@ class AttentionTables:
             everywhere = self._physical(everywhere, near, self.contexts, self.decodes, self.contexts)
             axes = (self.tokens, self.contexts, self.decodes, self.contexts)
             measured = self._measured("mixed", *np.ix_(*map(middles, axes))).ravel()
-            self._beside = polynomials(_rising(everywhere), axes)
+            known = self._at_knots("mixed", near, self.contexts, self.decodes, self.contexts)
+            # Nor does a decode beside a chunk make it cheaper.
+            alone = rising[
+                np.ix_(self.chunks.knots.searchsorted(near), self.prefixes.knots.searchsorted(self.contexts.knots))
+            ]
+            self._beside = polynomials(np.maximum(_rising(everywhere, known), alone[:, :, None, None]), axes)
             if measured.any():
                 self._beside = np.where(measured[:, None], polynomials(everywhere, axes), self._beside)
         # A pair of a prompt longer than the table costs what one of the longest there costs.
@@ -217,9 +225,13 @@ class AttentionTables:
         shape = np.broadcast_shapes(*(np.shape(place) for place in places))
         return np.zeros(shape, bool) if grid is None else grid.holds(*places)
 
-    def _chunk_cells(self, chunk: Array) -> Array:
+    def _at_knots(self, kind: str, *axes: Axis | Array) -> NDArray[np.bool_]:
+        """Which knots of a table were measured; those at FAR were not."""
+        return self._measured(kind, *np.ix_(*[axis.knots if isinstance(axis, Axis) else axis for axis in axes]))
+
+    def _chunk_cells(self, chunk: Array, rising: Array) -> Array:
         """A chunk alone: cells as they are where it was measured, and that never fall elsewhere."""
-        axes, rising = (self.chunks, self.prefixes), _rising(chunk)
+        axes = (self.chunks, self.prefixes)
         tokens, prefix = middles(self.chunks)[:, None], middles(self.prefixes)[None, :]
         measured = self._measured("prefill", tokens, prefix)
         cells = np.where(measured.reshape(-1, 1), polynomials(chunk, axes), polynomials(rising, axes))
@@ -416,11 +428,20 @@ def middles(axis: Axis) -> Array:
     return np.asarray((axis.knots[1:] + axis.knots[:-1]) / 2)
 
 
-def _rising(values: Array) -> Array:
-    """The largest of all values at no larger coordinates: what never falls."""
+def _rising(values: Array, measured: NDArray[np.bool_]) -> Array:
+    """A curve through `values` that never falls, no lower than what was measured at smaller coordinates.
+
+    Elsewhere it lies midway between the bounds that never fall: the largest of all values at no larger coordinates and
+    the smallest at no smaller ones. The upper bound alone would carry every ripple of a law to all sizes beyond it.
+    """
+    most = least = values
+    known = np.where(measured, values, 0.0)
     for dimension in range(values.ndim):
-        values = np.maximum.accumulate(values, axis=dimension)
-    return values
+        most = np.maximum.accumulate(most, axis=dimension)
+        known = np.maximum.accumulate(known, axis=dimension)
+        least = np.flip(np.minimum.accumulate(np.flip(least, dimension), axis=dimension), dimension)
+    between: Array = np.maximum(np.sqrt(most * least), known)
+    return between
 
 
 def further_pairs_of(tokens: Column, prefix: Column, window: int) -> Column:

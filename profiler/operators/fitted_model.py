@@ -122,7 +122,7 @@ class FittedModel:
 
     def iteration_ns(self, shape: BatchShape) -> tuple[Ns, Ns, Ns, bool]:
         """host_ns, stage_ns and inside of a single stage in one call: `profiler.cost_model.QuickCostModel`."""
-        chunks, rows, total, largest, dummy, sampled, executed = shape
+        chunks, rows, total, largest, dummy, sampled, executed, _, _, _ = shape
         measured, mixed, most_rows, most_decodes, most_sampled, longest, most_tokens, furthest, layers = self._bounds
         inside = measured and rows <= most_decodes and largest <= longest and sampled <= most_sampled
         sequences = len(chunks) + rows
@@ -176,7 +176,7 @@ class FittedModel:
 
     def stage_ns(self, shape: BatchShape, stage: int = 0) -> Ns:
         """Device time of one stage in ns. The simulator's inner loop; `predict_ns` is its vector twin."""
-        chunks, rows, total, largest, dummy, sampled, executed = shape
+        chunks, rows, total, largest, dummy, sampled, executed, _, _, _ = shape
         ns = 0
         if chunks:
             attention = self._lookup.batch_ns(chunks, rows, total, largest)
@@ -205,7 +205,7 @@ class FittedModel:
 
     def repeat_ns(self, shape: BatchShape, steps: int, stage: int = 0) -> Column:
         """stage_ns of `steps` iterations in which every decode's context grows by one a step."""
-        chunks, decodes, total, largest, _, sampled, executed = shape
+        chunks, decodes, total, largest, _, sampled, executed, _, _, _ = shape
         if not decodes:
             return np.full(steps, self.stage_ns(shape, stage), np.int64)
         floor = self._launch_ns[stage] if shape.rows > self._graph_rows else 0

@@ -16,6 +16,12 @@ from profiler.errors import ProfileError
 
 Column = NDArray[np.int64]
 
+NUMBERS = len(BatchShape._fields) - 1
+"""Of a shape, beside its chunks."""
+
+SINCE_SPECULATION = ("draft_tokens", "draft_context_total", "drafting")
+"""Columns that runs of earlier versions lack: nobody speculated in them."""
+
 _RANGE = 1 << 63
 _BEYOND = "has no place in 64 bits; no batch is that large"
 
@@ -37,6 +43,9 @@ class ShapeColumns:
     dummy_tokens: Column
     sampled: Column
     executed_rows: Column
+    draft_tokens: Column
+    draft_context_total: Column
+    drafting: Column
 
     def __len__(self) -> int:
         return len(self.decodes)
@@ -56,7 +65,7 @@ class ShapeColumns:
         numbers = chain.from_iterable(shape[1:] for shape in shapes)
         pairs = chain.from_iterable(chain.from_iterable(shape[0] for shape in shapes))
         try:
-            flat = np.fromiter(numbers, np.int64, 6 * n).reshape(n, 6).T.copy()
+            flat = np.fromiter(numbers, np.int64, NUMBERS * n).reshape(n, NUMBERS).T.copy()
             chunks = np.fromiter(pairs, np.int64, 2 * int(offsets[-1])).reshape(-1, 2).T.copy()
         except OverflowError:
             raise ProfileError(f"shapes: found a number that {_BEYOND}") from None
@@ -78,6 +87,8 @@ class ShapeColumns:
             return np.asarray(values.to_numpy(zero_copy_only=False), np.int64)
 
         def table_column(name: str) -> Column:
+            if name in SINCE_SPECULATION and name not in table.column_names:
+                return np.zeros(len(chunks), np.int64)
             return column(table.column(name).combine_chunks())
 
         return cls(
@@ -98,6 +109,9 @@ class ShapeColumns:
             self.dummy_tokens.tolist(),
             self.sampled.tolist(),
             self.executed_rows.tolist(),
+            self.draft_tokens.tolist(),
+            self.draft_context_total.tolist(),
+            self.drafting.tolist(),
             strict=True,
         )
         return [BatchShape(tuple(pairs[ends[at] : ends[at + 1]]), *rest) for at, rest in enumerate(numbers)]
@@ -117,6 +131,9 @@ class ShapeColumns:
             self.dummy_tokens[batches],
             self.sampled[batches],
             self.executed_rows[batches],
+            self.draft_tokens[batches],
+            self.draft_context_total[batches],
+            self.drafting[batches],
         )
 
     def per_batch(self, chunk_values: Column) -> Column:
@@ -133,7 +150,7 @@ class ShapeColumns:
     @cached_property
     def tokens(self) -> Column:
         """Useful tokens: prefill and decode together, without dummies."""
-        return self.per_batch(self.chunk_tokens) + self.decodes
+        return self.per_batch(self.chunk_tokens) + self.decodes + self.draft_tokens
 
     @cached_property
     def rows(self) -> Column:

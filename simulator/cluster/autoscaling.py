@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import chain
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +102,7 @@ class Autoscaler:
             return
         members = cluster.members(scaling.pool)
         count = len(members) + self.starting + cluster.returning[scaling.pool]
-        waiting = sum(member.num_waiting for member in members) + cluster.num_stranded
+        waiting = sum(rank.num_waiting for member in members for rank in member) + cluster.num_stranded
         wanted = max(scaling.least, count)
         if scaling.by == "queue":
             if waiting > scaling.queue_high * count:
@@ -124,7 +125,7 @@ class Autoscaler:
         late, count = sum(late for _, late in tokens), len(tokens)
         # Each one more that waits in vain makes the objective more missed: no need to go through a long queue.
         for member in self.cluster.members(self.scaling.pool):
-            for track in member.scheduler.queues.waiting:
+            for track in chain.from_iterable(rank.scheduler.queues.waiting for rank in member):
                 if late > (1 - self.scaling.attainment) * count:
                     return True
                 if track.first_token_ns < 0 and self._too_long(now - track.request.arrival_ns):
@@ -143,9 +144,10 @@ class Autoscaler:
 
         Moment(self.cluster.env, round(self.scaling.startup_s * NS_PER_S), begin, LOOK)
 
-    def _shrink(self, members: list[Any], waiting: int) -> None:
+    def _shrink(self, members: list[list[Any]], waiting: int) -> None:
+        """members: the replicas of the pool, each as its ranks."""
         now, scaling = self.cluster.env.now, self.scaling
-        running = sum(member.num_running for member in members)
+        running = sum(rank.num_running for member in members for rank in member)
         enough = len(members) > scaling.least and not waiting and not self.starting
         if not enough or running >= scaling.running_low * (len(members) - 1):
             self._idle_since = None
@@ -155,5 +157,5 @@ class Autoscaler:
         if now - self._idle_since >= scaling.patience_s * NS_PER_S:
             self._idle_since = None
             # The youngest of the least loaded goes.
-            least = min(members, key=lambda member: (outstanding_requests(member), -member.number))
+            least = min(members, key=lambda member: (sum(map(outstanding_requests, member)), -member[0].number))
             self.cluster.drain(least, "scaled down")

@@ -26,12 +26,16 @@ from simulator.cluster.router_checks import RouterChecks
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
+from simulator.replica.plain import OnBatch
+from simulator.replica.rank_group import Rank, RankGroup, SwapRank
 from simulator.replica.running_ahead import Replica
 from simulator.replica.variants import PrefillReplica, SwapPrefillReplica, SwapReplica, SwapsKV
 from simulator.routers import choose, make_router
+from simulator.routers.over_ranks import OverRanks
 
 if TYPE_CHECKING:
     from simulator.cluster.in_own_time import Fleet
+    from simulator.replica.replica_kind import Engine
 
 NO_REPLICA = "no replica is up and none will come back"
 NOWHERE = -1
@@ -44,7 +48,7 @@ class Cluster:
 
     expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
     replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
-    returning: those of them that have died and come back.
+    returning: those of them that have died and come back. on_batch: as every replica has it.
     """
 
     def __init__(
@@ -55,17 +59,22 @@ class Cluster:
         *,
         on_end: Callable[[int], None],
         expected: int,
+        on_batch: OnBatch | None = None,
     ) -> None:
         self.env = env
         self.plan = plan
         self.recorder = recorder
         self.on_end = on_end
         self.expected = expected
+        self.on_batch = on_batch
         self.ended = 0
         self._last_end_ns = 0
         self.coming = [0] * len(plan.pools)
         self.returning = [0] * len(plan.pools)
+        # Engines: ranks of replicas, by number; a replica without ranks is one. teams: the ranks of each replica.
         self.replicas: list[Replica] = []
+        self.teams: list[list[Replica]] = []
+        self._team_of: list[int] = []
         self.lives: list[Life] = []
         self.journeys: dict[int, Journey] = {}
         self._links: dict[int, HostLink] = {}
@@ -73,7 +82,12 @@ class Cluster:
         self._fetching: dict[int, tuple[Request, int]] = {}
         self.store = KVStore(self, plan.config.kv_store_gib) if plan.config.kv_store_gib is not None else None
         config = plan.config
+        recorder.ranks = max([pool.engine.ranks for pool in plan.pools])
         self.router = make_router(config.router, config.router_knobs)
+        if recorder.ranks > 1:
+            lone = len(plan.pools) == 1 and plan.pools[0].replicas == 1 and not config.autoscale
+            rank_router = partial(make_router, config.rank_router, config.rank_router_knobs)
+            self.router = rank_router() if lone else OverRanks(self.router, rank_router, self._team_of)
         self.router_rng = Random(f"{config.seed} router")
         self._pool_of: list[int] = []
         self._up: list[Replica] = []
@@ -88,7 +102,7 @@ class Cluster:
             for _ in range(pool.replicas):
                 self.start(number)
         self.alike = hold_alike(plan, self.replicas, self.pool_number)
-        failures = parse_failures(config.failures, None if config.autoscale else len(self.replicas))
+        failures = parse_failures(config.failures, None if config.autoscale else len(self.teams))
         schedule_failures(self, failures, requeue=config.on_failure == "requeue")
 
     def run_apart(self) -> Fleet:
@@ -110,9 +124,8 @@ class Cluster:
         self._home[request.id] = replica
         replica.submit(request, output_tokens)
 
-    def give_up(self, row: int) -> None:
+    def give_up(self, row: int, reason: str = "client gave up waiting", status: str = "aborted") -> None:
         """The client of a request has lost its patience; nothing happens if it has ended."""
-        reason = "client gave up waiting"
         replica = self._home.get(row)
         fleet = self.fleet
         if fleet is not None and replica is not None:
@@ -121,16 +134,20 @@ class Cluster:
                 fleet.withdraw(replica, row, reason)
         elif self.store is not None and (fetched := self._fetching.pop(row, None)) is not None:
             self.store.cancel(row)
-            self.end_unplaced(*fetched, "aborted", reason)
+            self.end_unplaced(*fetched, status, reason)
         elif replica is not None:
-            replica.withdraw([row], reason)
+            replica.withdraw([row], reason, status=status)
         elif row in self._stranded:
             request, output_tokens = self._stranded.pop(row)
-            self.end_unplaced(request, output_tokens, "aborted", reason)
+            self.end_unplaced(request, output_tokens, status, reason)
         elif self._kv is not None and self._kv.owns(row):
             move = self._kv.cancel(row)
             assert move is not None
-            self.end_journey(move.journey, move.source.number, "aborted", reason)
+            self.end_journey(move.journey, move.source.number, status, reason)
+
+    def home(self, row: int) -> Replica | None:
+        """Where a request is now; None for one that has ended or is on no replica."""
+        return self._home.get(row)
 
     def _place(self, request: Request, output_tokens: int, produced: int) -> None:
         up = self._up
@@ -267,34 +284,42 @@ class Cluster:
         self.lives.append(life)
         return life
 
-    def start(self, pool: int, life: Life | None = None) -> Replica:
+    def start(self, pool: int, life: Life | None = None) -> None:
         """Add a replica to a pool, as ordered or at once; it takes requests from now on."""
+        engine = self.plan.pools[pool].engine
+        team = [self._engine(pool, rank) for rank in range(engine.ranks)]
+        if engine.together:
+            RankGroup(self.env, team, engine.cost, leaps=engine.config.leaps)  # type: ignore[arg-type]
+        self.teams.append(team)
+        self._open(team, life or self.order(pool))
+
+    def _engine(self, pool: int, rank: int) -> Replica:
+        """A rank of the replica that is being started: all of it where it has but one."""
         plan = self.plan.pools[pool]
-        config = plan.engine.config
+        engine, memory = plan.engine, plan.engine.memory
+        number = len(self.replicas)
         prefill_ahead = self._kv is not None and self._kv.layerwise and plan.role == "prefill"
-        memory = plan.engine.memory
-        if memory.swaps:
-            kind: type[Replica] = SwapPrefillReplica if prefill_ahead else SwapReplica
-        else:
-            kind = PrefillReplica if prefill_ahead else Replica
-        replica = kind(
+        replica = _kind(engine, prefill_ahead)(
             self.env,
-            len(self.replicas),
-            plan.engine.scheduler(),
-            plan.engine.cost,
+            number,
+            engine.scheduler(),
+            engine.cost,
             self.recorder,
             on_end=self._on_end,
-            overlap_sends=config.pp_overlap,
-            leaps=config.leaps,
+            overlap_sends=engine.config.pp_overlap,
+            leaps=engine.config.leaps,
         )
+        replica.on_batch = self.on_batch
         if isinstance(replica, SwapsKV):
             replica.device_block_bytes = memory.device_block_bytes
-            replica.link = self._host_link(len(self.replicas), memory)
-        if isinstance(replica, PrefillReplica) and self._kv is not None:
-            replica.on_last_chunk = self._kv.last_chunk_begins
+            replica.link = self._host_link(number, memory)
+        if prefill_ahead and self._kv is not None:
+            replica.on_last_chunk = self._kv.last_chunk_begins  # type: ignore[attr-defined]
+        if self.recorder.ranks > 1:
+            self.recorder.places.append((len(self.teams), rank))
         self.replicas.append(replica)
         self._pool_of.append(pool)
-        self._open(replica, life or self.order(pool))
+        self._team_of.append(len(self.teams))
         return replica
 
     def _host_link(self, number: int, memory: ReplicaMemory) -> HostLink:
@@ -312,9 +337,11 @@ class Cluster:
     def pool_number(self, replica: Replica) -> int:
         return self._pool_of[replica.number]
 
-    def members(self, pool: int) -> list[Replica]:
-        """The replicas of a pool that take requests, by number."""
-        return [replica for replica in self._takers(pool) if self._pool_of[replica.number] == pool]
+    def members(self, pool: int) -> list[list[Replica]]:
+        """The replicas of a pool that take requests, by number, each as its ranks."""
+        takers = self._takers(pool)
+        numbers = dict.fromkeys(self._team_of[each.number] for each in takers if self._pool_of[each.number] == pool)
+        return [self.teams[number] for number in numbers]
 
     def is_up(self, replica: Replica) -> bool:
         return replica in self._takers(self.pool_number(replica))
@@ -324,35 +351,53 @@ class Cluster:
         """Requests that no replica could take yet."""
         return len(self._stranded)
 
-    def drain(self, replica: Replica, reason: str) -> None:
+    def drain(self, team: list[Replica], reason: str) -> None:
         """Send a replica no more requests; it goes when those that it has have ended."""
-        self._takers(self.pool_number(replica)).remove(replica)
-        self._life(replica).reason = reason
-        self._draining.append(replica)
-        self._let_go(replica)
+        takers = self._takers(self.pool_number(team[0]))
+        self._life(team[0]).reason = reason
+        for replica in team:
+            takers.remove(replica)
+            self._draining.append(replica)
+        self._let_go(team[0])
 
-    def fail(self, replica: Replica, reason: str, *, requeue: bool) -> None:
+    def fail(self, team: list[Replica], reason: str, *, requeue: bool) -> None:
         """A replica dies: batches in flight and KV are lost. Its requests start over elsewhere, or fail."""
         fleet = self.fleet
-        if fleet is not None:
-            fleet.catch_up(replica)
-        if self.is_up(replica):
-            self._takers(self.pool_number(replica)).remove(replica)
+        for replica in team:
             if fleet is not None:
-                fleet.left(replica)
-        elif replica in self._draining:
-            self._draining.remove(replica)
-        else:
+                fleet.catch_up(replica)
+        first = team[0]
+        if not self.is_up(first) and first not in self._draining:
             return
-        life = self._life(replica)
+        draining = first in self._draining
+        places = self._draining if draining else self._takers(self.pool_number(first))
+        for replica in team:
+            places.remove(replica)
+            if fleet is not None and not draining:
+                fleet.left(replica)
+        life = self._life(first)
         life.down_ns, life.reason = self.env.now, reason
-        cut_off = self.store.lose(replica) if self.store is not None else []
+        cut_off: list[Callable[[], None]] = []
+        homeless: list[tuple[Journey, int]] = []
+        for replica in team:
+            cut_off += self.store.lose(replica) if self.store is not None else []
+            homeless += self._lost_with(replica, reason)
+        for journey, number in homeless:
+            if requeue:
+                self._place(journey.request, journey.output_tokens, journey.produced)
+            else:
+                self.end_journey(journey, number, "failed", reason)
+        for go_on in cut_off:
+            go_on()
+
+    def _lost_with(self, replica: Replica, reason: str) -> list[tuple[Journey, int]]:
+        """What an engine that dies had to do, and its number; those whose last token was delivered end."""
         homeless: list[Journey] = []
         go_elsewhere: Callable[[], None] | None = None
         if self._kv is not None:
             homeless = self._kv.source_dies(replica)
             go_elsewhere = self._kv.target_dies(replica)
-        for track in replica.abandon(reason) if fleet is None else fleet.abandon(replica, reason):
+        for track in replica.abandon(reason) if self.fleet is None else self.fleet.abandon(replica, reason):
             if track.status == "finished":
                 self._on_end(track, replica)
                 continue
@@ -363,17 +408,11 @@ class Cluster:
             homeless.append(journey)
         if go_elsewhere is not None:
             go_elsewhere()
-        for journey in homeless:
-            if requeue:
-                self._place(journey.request, journey.output_tokens, journey.produced)
-            else:
-                self.end_journey(journey, replica.number, "failed", reason)
-        for go_on in cut_off:
-            go_on()
+        return [(journey, replica.number) for journey in homeless]
 
-    def restore(self, replica: Replica) -> None:
+    def restore(self, team: list[Replica]) -> None:
         """A replica that died is back, empty."""
-        self._open(replica, self.order(self.pool_number(replica)))
+        self._open(team, self.order(self.pool_number(team[0])))
 
     def close(self) -> None:
         """Hand what is still open to the recorder (a run that was cut short)."""
@@ -388,7 +427,7 @@ class Cluster:
         ]
         end = self._last_end_ns
         return {
-            "replicas": len(self.replicas),
+            "replicas": len(self.teams),
             "devices": self.plan.devices,
             "device_seconds": sum(life.held_ns(end) / 1e9 * engines[life.pool].devices for life in self.lives),
             "lives": [life.facts() for life in self.lives],
@@ -402,28 +441,45 @@ class Cluster:
             return self._kv.up
         return self._up
 
-    def _open(self, replica: Replica, life: Life) -> None:
-        life.replica, life.up_ns = replica.number, self.env.now
+    def _open(self, team: list[Replica], life: Life) -> None:
+        life.replica, life.up_ns = self._team_of[team[0].number], self.env.now
         if self._kv is not None and life.role == "decode":
-            self._kv.open(replica)
+            for replica in team:
+                self._kv.open(replica)
             return
-        insort(self._up, replica, key=_by_number)
-        if self.fleet is not None:
-            self.fleet.joined(replica)
+        for replica in team:
+            insort(self._up, replica, key=_by_number)
+            if self.fleet is not None:
+                self.fleet.joined(replica)
         stranded, self._stranded = self._stranded, {}
         for request, output_tokens in stranded.values():
             journey = self.journeys.get(request.id)
             self._place(request, output_tokens, journey.produced if journey is not None else 0)
 
     def _let_go(self, replica: Replica) -> None:
-        """A draining replica that has become empty goes."""
-        scheduler = replica.scheduler
-        if replica in self._draining and not scheduler.tracks and not scheduler.handover.held:
-            self._draining.remove(replica)
-            self._life(replica).down_ns = replica.busy_until_ns
-            if self.store is not None:  # its host's memory goes with it
-                for go_on in self.store.lose(replica):
-                    go_on()
+        """A draining replica all of whose ranks have become empty goes."""
+        if replica not in self._draining:
+            return
+        team = self.teams[self._team_of[replica.number]]
+        if any(rank.scheduler.tracks or rank.scheduler.handover.held for rank in team):
+            return
+        self._life(replica).down_ns = max([rank.busy_until_ns for rank in team])
+        for rank in team:
+            self._draining.remove(rank)
+        if self.store is not None:  # its host's memory goes with it
+            for go_on in self.store.lose(replica):
+                go_on()
 
     def _life(self, replica: Replica) -> Life:
-        return next(life for life in reversed(self.lives) if life.replica == replica.number)
+        number = self._team_of[replica.number]
+        return next(life for life in reversed(self.lives) if life.replica == number)
+
+
+def _kind(engine: Engine, prefill_ahead: bool) -> type[Replica]:
+    """What an engine of a replica is in virtual time. prefill_ahead: it tells when a prompt is about to end."""
+    swaps = engine.memory.swaps
+    if engine.together:
+        return SwapRank if swaps else Rank
+    if swaps:
+        return SwapPrefillReplica if prefill_ahead else SwapReplica
+    return PrefillReplica if prefill_ahead else Replica

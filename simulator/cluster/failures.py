@@ -56,19 +56,19 @@ def schedule_failures(cluster: Cluster, failures: Sequence[Failure], *, requeue:
 
 def _schedule(cluster: Cluster, failure: Failure, requeue: bool) -> None:
     def die(event: Event) -> None:
-        if failure.replica >= len(cluster.replicas):
+        if failure.replica >= len(cluster.teams):
             return
-        replica = cluster.replicas[failure.replica]
-        if failure.back_ns >= 0 and cluster.is_up(replica):
-            cluster.coming[cluster.pool_number(replica)] += 1
-            cluster.returning[cluster.pool_number(replica)] += 1
+        team = cluster.teams[failure.replica]
+        if failure.back_ns >= 0 and cluster.is_up(team[0]):
+            cluster.coming[cluster.pool_number(team[0])] += 1
+            cluster.returning[cluster.pool_number(team[0])] += 1
             Moment(cluster.env, failure.back_ns - failure.down_ns, lambda event: come_back(), ARRIVAL)
-        cluster.fail(replica, f"replica {failure.replica} died", requeue=requeue)
+        cluster.fail(team, f"replica {failure.replica} died", requeue=requeue)
 
     def come_back() -> None:
-        replica = cluster.replicas[failure.replica]
-        cluster.coming[cluster.pool_number(replica)] -= 1
-        cluster.returning[cluster.pool_number(replica)] -= 1
-        cluster.restore(replica)
+        team = cluster.teams[failure.replica]
+        cluster.coming[cluster.pool_number(team[0])] -= 1
+        cluster.returning[cluster.pool_number(team[0])] -= 1
+        cluster.restore(team)
 
     Moment(cluster.env, failure.down_ns, die, ARRIVAL)

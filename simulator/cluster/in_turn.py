@@ -39,15 +39,16 @@ def are_independent(cluster: Cluster, trace: Trace) -> bool:
 def only_arrivals_join(cluster: Cluster, trace: Trace) -> bool:
     """Whether what happens on one replica can matter to another only when somebody arrives, gives up or dies.
 
-    It can at any time where an answer makes the next request arrive, KV is moved or stored between replicas, they share
-    a link, come or go by load. Replicas of which only some could run a request are simulated side by side, too. Whoever
-    asked for the plain path (`leaps`) gets that.
+    It can at any time where an answer makes the next request arrive, ranks step together, KV is moved or stored between
+    replicas, they share a link, come or go by load. Replicas of which only some could run a request are simulated side
+    by side, too. Whoever asked for the plain path (`leaps`) gets that.
     """
     config = cluster.plan.config
     return (
         config.leaps
         and len(cluster.replicas) > 1
         and not trace.closed_loop
+        and not any(pool.engine.together for pool in cluster.plan.pools)
         and not any(pool.role == "decode" for pool in cluster.plan.pools)
         and cluster.store is None
         and not cluster.shares_links

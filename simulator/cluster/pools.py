@@ -25,6 +25,8 @@ ENGINE_FIELDS: Mapping[str, type] = {
     "cost_model": str,
     "tp": int,
     "pp": int,
+    "dp": int,
+    "ep": bool,
     "pp_link": str,
     "chase_chunks": bool,
     "pp_overlap": bool,
@@ -99,7 +101,10 @@ def looks_for_prefixes(plan: ClusterPlan) -> bool:
     caches = any(
         pool.engine.config.prefix_caching or getattr(pool.engine.policy, "prefix_caching", False) for pool in plan.pools
     )
-    routes = any(router_class(name).routes_by == "prefix_hashes" for name in (config.router, config.decode_router))
+    routers = [config.router, config.decode_router]
+    if any(pool.engine.ranks > 1 for pool in plan.pools):
+        routers.append(config.rank_router)
+    routes = any(router_class(name).routes_by == "prefix_hashes" for name in routers)
     return caches or routes or config.kv_store_gib is not None
 
 

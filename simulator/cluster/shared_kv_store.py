@@ -50,6 +50,8 @@ class KVStore:
         config = cluster.plan.config
         if any(pool.role != "serve" for pool in cluster.plan.pools):
             raise SimulationError("--kv-store-gib: found prefill and decode pools, expected replicas that serve")
+        if any(pool.engine.ranks > 1 for pool in cluster.plan.pools):
+            raise SimulationError("--kv-store-gib with --dp: the store knows hosts of replicas, not of their ranks")
         self.cluster = cluster
         self.fabric = Fabric(cluster.env, round(config.kv_latency_s * 1e9))
         self.entries: dict[int, OrderedDict[int, None]] = {}

@@ -18,17 +18,19 @@ TIMES = ("planned", "start", "end", "host_before", "host_after", "device")
 
 
 class Recording:
-    """Rows of all tables, as dictionaries with times in nanoseconds (-1 for never)."""
+    """Rows of all tables, as dictionaries with times in nanoseconds (-1 for never). places: replica and rank of each
+    engine, by number."""
 
     def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
         self.rows: dict[str, list[dict[str, Any]]] = {
             name: [] for name in ("requests", "iterations", "tokens", "segments", "stages")
         }
 
-    def iteration(self, replica: int, flight: Flight, end_ns: Ns, inside: bool) -> None:
+    def iteration(self, engine: int, flight: Flight, end_ns: Ns, inside: bool) -> None:
         """A batch that has just been delivered."""
         batch = flight.batch
-        where = {"replica": replica, "iteration": batch.number}
+        where = {**self._place(engine), "iteration": batch.number}
         for stage, (start, end, send) in enumerate(flight.stages):
             row = {**where, "stage": stage, "start_s": start / 1e9, "end_s": end / 1e9, "send_s": send / 1e9}
             self.rows["stages"].append(row)
@@ -47,7 +49,7 @@ class Recording:
                 "decode_context_max": shape.decode_context_max,
                 "dummy_tokens": shape.dummy_tokens,
                 "sampled": shape.sampled,
-                "executed_rows": 0,
+                "executed_rows": shape.executed_rows,
                 "preempted": batch.preempted,
                 "running": flight.running,
                 "waiting": flight.waiting,
@@ -56,6 +58,7 @@ class Recording:
                 "inside": inside,
                 "wall_s": float("nan"),
                 "cpu_s": float("nan"),
+                "activated_experts": float("nan"),
                 "chunks": [
                     {"request": row.job.request.id, "tokens": row.tokens, "prefix": row.prefix, "samples": row.samples}
                     for row in chunks
@@ -66,14 +69,14 @@ class Recording:
             }
         )
 
-    def request(self, job: Job, replica: int) -> None:
+    def request(self, job: Job, engine: int) -> None:
         """A request that has just ended."""
         request = job.request
         times = {"admitted": job.admitted_ns, "first_token": job.first_token_ns, "finished": job.finished_ns}
         self.rows["requests"].append(
             {
                 "request": request.id,
-                "replica": replica,
+                **self._place(engine),
                 "arrival_s": request.arrival_ns / 1e9,
                 "prompt_tokens": request.prompt_tokens,
                 "output_tokens": job.delivered,
@@ -86,13 +89,18 @@ class Recording:
                 "priority": request.priority,
                 "session": request.session,
                 "slo": request.slo,
+                "tenant": request.tenant,
+                "program": request.program if request.program != request.session else None,
             }
         )
-        where = {"replica": replica, "cohort": request.id}
+        where = {**self._place(engine), "cohort": request.id}
         for first, end in job.segments:
             self.rows["segments"].append({"request": request.id, **where, "from_step": first, "to_step": end})
         # Its steps still in flight are added to this list when they are done.
         self.rows["tokens"].append({**where, "steps": job.steps})
+
+    def _place(self, engine: int) -> dict[str, int]:
+        return dict(zip(("replica", "rank"), self.places[engine]))
 
     def tables(self) -> RunTables:
         """The tables of the run, as the fast path writes them but for the numbers of cohorts."""
@@ -102,7 +110,7 @@ class Recording:
         from metrics.run_folder.columns import schema
 
         tokens = [
-            {"replica": row["replica"], "cohort": row["cohort"], "step": step, "time_s": ns / 1e9}
+            {**{name: row[name] for name in ("replica", "rank", "cohort")}, "step": step, "time_s": ns / 1e9}
             for row in self.rows["tokens"]
             for step, ns in enumerate(row["steps"])
         ]

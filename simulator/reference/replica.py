@@ -38,9 +38,9 @@ class Flight:
     stages: list[tuple[Ns, Ns, Ns]] = field(default_factory=list)
 
 
-class Replica:
-    """on_end(job, replica) is called for every request that ends here. overlap: a stage may start its next batch while
-    the last one's output is still on the link.
+class Engine:
+    """Whoever has requests and a plan to make: a replica, or one rank of it. on_end(job, engine) is called for every
+    request that ends here.
 
     Its properties are what a router sees (`simulator.routers.ReplicaView`).
     """
@@ -52,24 +52,12 @@ class Replica:
         books: Books,
         cost: CostModel,
         recording: Recording,
-        overlap: bool,
-        on_end: Callable[[Job, Replica], None],
+        on_end: Callable[[Job, Engine], None],
     ) -> None:
         self.clock, self.number, self.books, self.cost = clock, number, books, cost
-        self.recording, self.overlap, self.on_end = recording, overlap, on_end
+        self.recording, self.on_end = recording, on_end
         self.jobs: dict[int, Job] = {}
-        self.depth = books.limits.micro_batches + books.limits.ahead
-        self._looks_at_ns: Ns = 0
         self._left_over: list[Ns] = []
-        self.called = clock.event()
-        self.planned, self.done = Store(clock), Store(clock)
-        self.inboxes = [Store(clock) for _ in range(cost.stages)]
-        self.links = [Store(clock) for _ in range(cost.stages)]
-        for stage in range(cost.stages):
-            clock.process(self._stage(stage))
-            clock.process(self._link(stage))
-        for process in (self._host(), self._completion(), self._planner()):
-            clock.process(process)
 
     # Requests come and go
 
@@ -86,16 +74,92 @@ class Replica:
         self.books.end(job, "aborted", reason, self.clock.now_ns)
         self.call()
         for ended in (job, *self.books.return_answers(self.clock.now_ns)):
-            self._ended(ended)
+            self.has_ended(ended)
 
-    def _ended(self, job: Job) -> None:
+    def has_ended(self, job: Job) -> None:
         del self.jobs[job.request.id]
         self.on_end(job, self)
+
+    def call(self) -> None:
+        """Something has changed: look for work at the end of this moment, if there is room for a batch."""
+        raise NotImplementedError
+
+    def aftermath_ns(self, batch: Batch) -> Ns:
+        """What batches with chunks leave to the decodes after them, where the cost model knows of such a thing."""
+        extra = self._left_over.pop() if self._left_over else 0
+        leaves = getattr(self.cost, "aftermath", None)
+        if leaves is None or not batch.shape.chunks:
+            return extra
+        self._left_over = merged(self._left_over, leaves(batch.shape))
+        return 0
+
+    # What a router sees
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.jobs)
+
+    @property
+    def num_running(self) -> int:
+        return self.books.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.books.waiting)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.books.prefill_tokens
+
+    @property
+    def decode_tokens_promised(self) -> int:
+        return self.books.promised_tokens
+
+    @property
+    def total_blocks(self) -> int:
+        return self.books.blocks.total
+
+    @property
+    def free_blocks(self) -> int:
+        return self.books.blocks.num_free
+
+    @property
+    def block_size(self) -> int:
+        return self.books.blocks.size
+
+
+class Replica(Engine):
+    """An engine as processes of its own. overlap: a stage may start its next batch while the last one's output is still
+    on the link.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        number: int,
+        books: Books,
+        cost: CostModel,
+        recording: Recording,
+        overlap: bool,
+        on_end: Callable[[Job, Engine], None],
+    ) -> None:
+        super().__init__(clock, number, books, cost, recording, on_end)
+        self.overlap = overlap
+        self.depth = books.limits.micro_batches + books.limits.ahead
+        self._looks_at_ns: Ns = 0
+        self.called = clock.event()
+        self.planned, self.done = Store(clock), Store(clock)
+        self.inboxes = [Store(clock) for _ in range(cost.stages)]
+        self.links = [Store(clock) for _ in range(cost.stages)]
+        for stage in range(cost.stages):
+            clock.process(self._stage(stage))
+            clock.process(self._link(stage))
+        for process in (self._host(), self._completion(), self._planner()):
+            clock.process(process)
 
     # Planning
 
     def call(self) -> None:
-        """Something has changed: look for work at the end of this moment, if there is room for a batch."""
         if self.books.batches_in_flight < self.depth and not self.called.triggered:
             self.called.succeed()
 
@@ -119,7 +183,7 @@ class Replica:
                 stuck = books.reject_stuck(now_ns)
                 if stuck is None:
                     return
-                self._ended(stuck)
+                self.has_ended(stuck)
 
     def _look_at(self, at_ns: Ns) -> None:
         if not self.clock.now_ns < self._looks_at_ns <= at_ns:
@@ -134,19 +198,10 @@ class Replica:
         for stage, busy_ns in enumerate(busy):
             refuse(cost, shape, busy_ns, stage)
         if cost.stages == 1:
-            busy[0] += self._aftermath_ns(batch)
+            busy[0] += self.aftermath_ns(batch)
         send = [cost.send_ns(shape, stage) for stage in stages]
         waiting, free = len(books.waiting), books.blocks.num_free
         self.planned.put(Flight(batch, before, after, busy, send, books.num_running, waiting, free))
-
-    def _aftermath_ns(self, batch: Batch) -> Ns:
-        """What batches with chunks leave to the decodes after them, where the cost model knows of such a thing."""
-        extra = self._left_over.pop() if self._left_over else 0
-        leaves = getattr(self.cost, "aftermath", None)
-        if leaves is None or not batch.shape.chunks:
-            return extra
-        self._left_over = merged(self._left_over, leaves(batch.shape))
-        return 0
 
     # The way of a batch
 
@@ -184,39 +239,5 @@ class Replica:
             finished = self.books.complete(flight.batch, self.clock.now_ns)
             self.recording.iteration(self.number, flight, self.clock.now_ns, self.cost.inside(flight.batch.shape))
             for job in finished:
-                self._ended(job)
+                self.has_ended(job)
             self._plan()
-
-    # What a router sees
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.jobs)
-
-    @property
-    def num_running(self) -> int:
-        return self.books.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.books.waiting)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return self.books.prefill_tokens
-
-    @property
-    def decode_tokens_promised(self) -> int:
-        return self.books.promised_tokens
-
-    @property
-    def total_blocks(self) -> int:
-        return self.books.blocks.total
-
-    @property
-    def free_blocks(self) -> int:
-        return self.books.blocks.num_free
-
-    @property
-    def block_size(self) -> int:
-        return self.books.blocks.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from random import Random
@@ -15,9 +16,11 @@ from simulator.errors import SimulationError
 from simulator.reference.books import Books, Job, Limits
 from simulator.reference.clock import Clock
 from simulator.reference.pages import PAGES
+from simulator.reference.rank_group import RankGroup
 from simulator.reference.recording import Recording
-from simulator.reference.replica import Process, Replica
+from simulator.reference.replica import Engine, Process, Replica
 from simulator.routers import choose, make_router
+from simulator.routers.over_ranks import OverRanks
 from workloads import Trace
 from workloads.generating.shared_prefixes import with_prefix_hashes
 
@@ -40,7 +43,8 @@ def refuse(plan: Any) -> None:
     found += [f"--pool role={pool.role} (KV that moves)" for pool in plan.pools if pool.role != "serve"]
     for pool in plan.pools:
         if type(pool.engine.policy) not in PAGES:
-            found.append(f"--policy {pool.engine.config.policy} (it has a page for each built-in policy alone)")
+            why = "it has a page for each built-in policy without a state alone"
+            found.append(f"--policy {pool.engine.config.policy} ({why})")
     if found:
         raise SimulationError(f"--reference: cannot express {found[0]}; leave one of the two out")
 
@@ -79,19 +83,34 @@ class Cluster:
         self.recording = Recording()
         self.ended = self.preemptions = 0
         self.last_end_ns: Ns = 0
-        self.home: dict[int, Replica] = {}
+        self.home: dict[int, Engine] = {}
         self.router = make_router(config.router, config.router_knobs)
         self.rng = Random(f"{config.seed} router")
         engines = [pool.engine for pool in plan.pools for _ in range(pool.replicas)]
-        self.clock = Clock(len(engines))
-        self.replicas = [self._replica(number, engine) for number, engine in enumerate(engines)]
+        self.recording.places = [(at, rank) for at, engine in enumerate(engines) for rank in range(engine.ranks)]
+        if any(engine.ranks > 1 for engine in engines):
+            rank_router = partial(make_router, config.rank_router, config.rank_router_knobs)
+            replica_of = [replica for replica, _ in self.recording.places]
+            self.router = rank_router() if len(engines) == 1 else OverRanks(self.router, rank_router, replica_of)
+        self.clock = Clock(len(self.recording.places))
+        self.replicas: list[Engine] = []
+        for engine in engines:
+            self.replicas += self._replica(len(self.replicas), engine)
         self.followers = trace.followers()
         self.clock.process(self._arrivals())
 
-    def _replica(self, number: int, engine: Any) -> Replica:
-        books = Books(PAGES[type(engine.policy)], engine.policy, limits_of(engine))
+    def _replica(self, first: int, engine: Any) -> Sequence[Engine]:
+        """The engines of a replica, numbered from `first` on: one, or its data-parallel ranks."""
         cost: CostModel = engine.cost
-        return Replica(self.clock, number, books, cost, self.recording, engine.config.pp_overlap, self._on_end)
+        page = PAGES[type(engine.policy)]
+        books = [Books(page, engine.policy, limits_of(engine)) for _ in range(engine.ranks)]
+        if engine.together:
+            return RankGroup(self.clock, first, books, cost, self.recording, self._on_end).ranks
+        overlap = engine.config.pp_overlap
+        return [
+            Replica(self.clock, first + rank, own, cost, self.recording, overlap, self._on_end)
+            for rank, own in enumerate(books)
+        ]
 
     def run(self) -> None:
         """Until nothing happens any more."""
@@ -121,7 +140,7 @@ class Cluster:
         if row in self.home:
             self.home[row].cancel(row, "client gave up waiting")
 
-    def _on_end(self, job: Job, replica: Replica) -> None:
+    def _on_end(self, job: Job, replica: Engine) -> None:
         row = job.request.id
         del self.home[row]
         self.ended += 1
@@ -140,7 +159,7 @@ class Cluster:
         numbers = [number for number, pool in enumerate(plan.pools) for _ in range(pool.replicas)]
         lives = [Life(replica, pool, "serve", 0, 0) for replica, pool in enumerate(numbers)]
         return {
-            "replicas": len(self.replicas),
+            "replicas": len(numbers),
             "devices": plan.devices,
             "device_seconds": self.last_end_ns / 1e9 * plan.devices,
             "lives": [life.facts() for life in lives],

@@ -70,27 +70,79 @@ class FastCosts:
     def _plain_stages_ns(self, shape: BatchShape) -> list[tuple[Ns, Ns]]:
         cost = self.cost
         return [
-            (self._whole("stage_ns", cost.stage_ns(shape, s)), self._whole("send_ns", cost.send_ns(shape, s)))
+            (self.whole("stage_ns", cost.stage_ns(shape, s)), self.whole("send_ns", cost.send_ns(shape, s)))
             for s in range(cost.stages)
         ]
 
     # What a user's own model answers is looked at
 
     def _whole_stage_ns(self, shape: BatchShape) -> Ns:
-        return self._whole("stage_ns", self.cost.stage_ns(shape, 0))
+        return self.whole("stage_ns", self.cost.stage_ns(shape, 0))
 
     def _two_whole(self, shape: BatchShape) -> tuple[Ns, Ns]:
         before, after = self.cost.host_ns(shape)
-        return self._whole("host_ns", before), self._whole("host_ns", after)
+        return self.whole("host_ns", before), self.whole("host_ns", after)
 
     def _truth(self, shape: BatchShape) -> bool:
         return bool(self.cost.inside(shape))
 
-    def _whole(self, method: str, ns: Any) -> Ns:
-        if isinstance(ns, int | np.integer) and (ns >= 0 or method == "stage_ns"):
+    def whole(self, method: str, ns: Any) -> Ns:
+        if isinstance(ns, int | np.integer) and (ns >= 0 or method in ("stage_ns", "ranks_ns")):
             return int(ns)
-        expected = "whole nanoseconds, 0 or more" if method != "stage_ns" else "whole nanoseconds above 0"
+        expected = (
+            "whole nanoseconds, 0 or more" if method not in ("stage_ns", "ranks_ns") else "whole nanoseconds above 0"
+        )
         raise SimulationError(f"cost model {self.cost.name}: {method}: found {ns!r}, expected {expected} (an int)")
+
+
+def form_of_ranks(cost: CostModel) -> Callable[[list[BatchShape]], Sequence[Ns]] | None:
+    """`ranks_ns` of a cost model whose ranks meet in every step; None where they do not, or there is only one."""
+    return _of_ranks(cost, "ranks_ns", "stage_ns") if getattr(cost, "ranks", 1) > 1 else None
+
+
+def _of_ranks(cost: CostModel, name: str, *stands_for: str) -> Callable[..., Any] | None:
+    """`own_form`; ours may mix these forms in below the ones that they stand for."""
+    if type(cost).__module__.partition(".")[0] in OURS:
+        return getattr(cost, name, None)
+    return own_form(cost, name, *stands_for)
+
+
+def times_of_ranks(
+    cost: CostModel,
+) -> tuple[Callable[[list[BatchShape]], list[Ns]], Callable[[list[BatchShape], int], Any]]:
+    """(`ranks_ns`, `repeat_ranks_ns`) of a cost model (`RankedCostModel`); where ranks step together although it knows
+    of no exchange between them, each takes its own time."""
+    fast = FastCosts(cost)
+    given = form_of_ranks(cost)
+    if given is None:
+
+        def each_by_itself(shapes: list[BatchShape]) -> list[Ns]:
+            return [fast.stage_ns(shape) for shape in shapes]
+
+        def each_repeats(shapes: list[BatchShape], steps: int) -> Any:
+            return np.stack(
+                [
+                    fast.repeat_ns(shape, steps) if shape.decodes else np.full(steps, fast.stage_ns(shape), np.int64)
+                    for shape in shapes
+                ]
+            )
+
+        return each_by_itself, each_repeats
+
+    def asked(shapes: list[BatchShape]) -> list[Ns]:
+        found = [fast.whole("ranks_ns", ns) for ns in given(shapes)]
+        if len(found) != len(shapes):
+            raise SimulationError(f"cost model {cost.name}: ranks_ns: found {len(found)} times for {len(shapes)} ranks")
+        return found
+
+    repeated = _of_ranks(cost, "repeat_ranks_ns", "ranks_ns", "stage_ns")
+
+    def repeat(shapes: list[BatchShape], steps: int) -> Any:
+        if repeated is not None:
+            return np.asarray(repeated(shapes, steps), np.int64)
+        return np.array([asked([later(shape, step) for shape in shapes]) for step in range(steps)], np.int64).T
+
+    return asked, repeat
 
 
 def all_above_nothing(cost: CostModel, shape: BatchShape, device_ns: Any) -> None:
@@ -101,7 +153,9 @@ def all_above_nothing(cost: CostModel, shape: BatchShape, device_ns: Any) -> Non
 
 
 def later(shape: BatchShape, steps: int) -> BatchShape:
-    """The shape of a batch of decodes so many steps later."""
+    """The shape of a batch of decodes so many steps later; one without decodes stays as it is."""
+    if not shape.decodes:
+        return shape
     return shape._replace(
         decode_context_total=shape.decode_context_total + steps * shape.decodes,
         decode_context_max=shape.decode_context_max + steps,

@@ -26,6 +26,7 @@ BUILT_IN: Mapping[str, str] = {
     "power_of_two": "simulator.routers.power_of_two:PowerOfTwo",
     "least_kv": "simulator.routers.least_kv:LeastKV",
     "session_affinity": "simulator.routers.session_affinity:SessionAffinity",
+    "vllm_ranks": "simulator.routers.vllm_ranks:VllmRanks",
     "prefix_affinity": "simulator.routers.prefix_affinity:PrefixAffinity",
 }
 

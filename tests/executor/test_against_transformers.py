@@ -57,6 +57,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-3 long, short prompt": ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 160}),
     "phi-3 long, long prompt": ("Phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 32}),
 }
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral, one expert a token": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 1}),
+    "qwen2-moe": ("Qwen2Moe", {"num_experts": 12, "num_experts_per_tok": 4, "norm_topk_prob": False}),
+    "qwen2-moe, dense layers": (
+        "Qwen2Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 24}),
+    "qwen3-moe, a dense layer": (
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 2, "norm_topk_prob": False, "mlp_only_layers": [1]},
+    ),
+}
+WIDTHS = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "initializer_range": 0.3}
+"""Of experts. Weights are drawn wider than elsewhere: experts then differ, and no row is near a tie between two."""
+ARCHITECTURES |= {name: (family, {**WIDTHS, **changes}) for name, (family, changes) in EXPERTS.items()}
+
 BACKENDS = [("torch", "reference"), ("torch", "sdpa"), ("native", "native")]
 
 

@@ -32,13 +32,22 @@ SETS = [pytest.param("triton", marks=needs_triton), "plain_device"]
 @pytest.mark.parametrize("name", SETS)
 def test_small_steps_equal_plain_pytorch_in_float64(name: str, dtype: torch.dtype) -> None:
     checks = check_kernels(name, DEVICE, dtype)
-    assert [check.case for check in checks] == ["norm", "residual", "silu", "rotary"]
+    assert [check.case for check in checks] == ["norm", "residual", "silu", "rotary", "experts"]
     assert all(check.passed for check in checks), "\n".join(report_lines(checks))
 
 
 SPECS = {
     "plain": {},
     "q/k norm, biases": {"qk_norm": True, "qkv_bias": True},
+    "experts": {"experts": 7, "top_k": 3, "expert_intermediate": 24, "dense_layers": [0]},
+    "shared experts": {
+        "experts": 4,
+        "top_k": 1,
+        "expert_intermediate": 20,
+        "shared_intermediate": 36,
+        "shared_gate": True,
+        "norm_topk": False,
+    },
     "odd sizes": {"hidden": 40, "intermediate": 41, "heads": 5, "kv_heads": 1, "head_dim": 24, "rotary_fraction": 0.5},
 }
 
@@ -151,10 +160,11 @@ def test_ceilings_are_measured_on_any_device() -> None:
     assert found.as_dict()["dtype"] == "float32"
 
 
+EXPERTS = ("bf16, 8 of 128", "128 experts", "bf16, 16 rows an expert", "bf16, 128 rows an expert")
 HARDEST = {
     80: ["bf16, d 128, 128 rows"],
-    86: ["bf16, d 256, 64 rows", "fp32, d 128, 64 rows"],
-    90: ["bf16, d 128, 128 rows", "bf16, d 128, 8 splits", "residual", "q/k norm", "bf16, 4 bits"],
+    86: ["bf16, d 256, 64 rows", "fp32, d 128, 64 rows", "bf16, 128 rows an expert", "fp32, 128 rows an expert"],
+    90: ["bf16, d 128, 128 rows", "bf16, d 128, 8 splits", "residual", "q/k norm", "bf16, 4 bits", *EXPERTS],
     100: ["bf16, d 256, 128 rows"],
     120: ["bf16, d 256, 64 rows"],
 }

@@ -18,6 +18,13 @@ LOGS = [
     ("preempt_b512_k250", 487, 6, {"num_blocks": 250, "block_size": 32}),
     ("preempt_cache_b512_k250", 509, 7, {"num_blocks": 250, "block_size": 32, "prefix_caching": True}),
     ("preempt_cache_b512_k250", 509, 7, {"num_blocks": 250, "block_size": 32, "prefix_caching": True, "by_id": True}),
+    ("spec_b512", 117, 0, {"num_blocks": 4096, "block_size": 32, "speculation": "ngram:4", "max_model_len": 2048}),
+    (
+        "spec_preempt_b512_k90",
+        228,
+        5,
+        {"num_blocks": 90, "block_size": 32, "speculation": "ngram:4", "max_model_len": 2048},
+    ),
 ]
 
 
@@ -124,3 +131,51 @@ def test_a_broken_log_is_named_with_its_line(tmp_path, text, message):
     requests.write_text('{"id": 0, "prompt": 6, "output": 2}\n')
     with pytest.raises(ExperimentError, match=message):
         compare_with_vllm(steps, requests, token_budget=4, num_blocks=8, block_size=4, max_num_seqs=2)
+
+
+SPECULATING_REQUESTS = """{"id": 0, "prompt": 3, "output": 4, "before_step": 0}
+{"id": 1, "prompt": 2, "output": 9, "before_step": 1}
+"""
+
+
+def test_a_speculating_log_is_fed_with_what_was_accepted_and_proposed(tmp_path):
+    """The second request would pass the longest sequence, 8; its answer ends there after six tokens."""
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    requests.write_text(SPECULATING_REQUESTS)
+    rows = [
+        ([[0, 3, 0, 0, 0, 1]], [[0, 2]]),
+        ([[0, 3, 3, 2, 1, 2], [1, 2, 0, 0, 0, 1]], [[0, 2], [1, 2]]),
+        # Two tokens of the answer's four are there: the drafts are not clipped, the tokens are.
+        ([[0, 2, 5, 1, 1, 1], [1, 3, 2, 2, 2, 3]], [[1, 2]]),
+        ([[1, 2, 5, 1, 1, 2]], []),
+    ]
+    log = [{"t": t, "reqs": reqs, "proposed": held, "preempted": []} for t, (reqs, held) in enumerate(rows)]
+    steps.write_text("".join(json.dumps(step) + "\n" for step in log))
+    engine = {"token_budget": 8, "num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "max_model_len": 8}
+    result = compare_with_vllm(steps, requests, speculation="ngram:2", **engine)
+    assert result.divergence is None
+    assert result.matched == 4
+    log[2]["reqs"][1][5] = 2
+    steps.write_text("".join(json.dumps(step) + "\n" for step in log))
+    result = compare_with_vllm(steps, requests, speculation="ngram:2", **engine)
+    assert result.divergence["step"] == 2
+    assert result.divergence["ours"]["appended"] == {"0": 1, "1": 3}
+
+
+def test_a_log_with_drafts_wants_to_know_how_they_were_made(tmp_path):
+    steps, requests = tmp_path / "steps.jsonl", tmp_path / "reqs.jsonl"
+    requests.write_text(SPECULATING_REQUESTS)
+    engine = {"token_budget": 8, "num_blocks": 8, "block_size": 4, "max_num_seqs": 2}
+    for reqs, speculation, expected in (
+        ([[0, 3, 0, 0, 0, 1]], "", "expected --speculation"),
+        ([[0, 3, 0]], "ngram:4", "have no drafts"),
+        ([[0, 3, 0, 0, 0, 1]], "ngram", "expected a method"),
+        ([[0, 3, 0, 0]], "ngram:4", "alike in all steps"),
+        ([[0, 3, 0, 0, -1, 1]], "ngram:4", "whole numbers"),
+    ):
+        steps.write_text(json.dumps({"t": 0, "reqs": reqs}) + "\n")
+        with pytest.raises(ExperimentError, match=expected):
+            compare_with_vllm(steps, requests, speculation=speculation, **engine)
+    steps.write_text(json.dumps({"t": 0, "reqs": [[0, 3, 0, 0, 0, 1]], "proposed": [[7, 1]]}) + "\n")
+    with pytest.raises(ExperimentError, match="proposed: found 7"):
+        compare_with_vllm(steps, requests, speculation="ngram:4", **engine)

@@ -199,12 +199,12 @@ def check_conservation(trace, result):
     for request, status, tokens in zip(requests["request"], requests["status"], requests["output_tokens"]):
         assert tokens == trace.output_tokens[request] if status == "finished" else tokens < trace.output_tokens[request]
     times = {}
-    for replica, cohort, step, time in zip(*result.tables.table("tokens").to_pydict().values()):
-        times[replica, cohort, step] = time
+    for *where, step, time in zip(*result.tables.table("tokens").to_pydict().values()):
+        times[(*where, step)] = time
     segments = result.tables.table("segments").to_pydict()
     tokens: dict[int, list[float]] = {}
-    for request, replica, cohort, start, end in zip(*segments.values()):
-        tokens.setdefault(request, []).extend(times[replica, cohort, step] for step in range(start, end))
+    for request, *where, start, end in zip(*segments.values()):
+        tokens.setdefault(request, []).extend(times[(*where, step)] for step in range(start, end))
     for request, status, first, last in zip(
         requests["request"], requests["status"], requests["first_token_s"], requests["finished_s"]
     ):

@@ -36,7 +36,7 @@ def token_times(result, request):
     tables = result.tables
     times = {tuple(key): time for *key, time in zip(*tables.table("tokens").to_pydict().values())}
     rows = [row for row in zip(*tables.table("segments").to_pydict().values()) if row[0] == request]
-    return [times[replica, cohort, step] for _, replica, cohort, start, end in rows for step in range(start, end)]
+    return [times[(*where, step)] for _, *where, start, end in rows for step in range(start, end)]
 
 
 BIG = {"knobs": {"chunk_size": 2000}}
