@@ -169,7 +169,9 @@ class Scheduler(Roster):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
-        if self.micro_batches > 1:
+        if self.chase_decodes:
+            batch.repeats_at = queues.changes
+        elif self.micro_batches > 1:
             self.mark_repeatable(batch)
         return batch
 
