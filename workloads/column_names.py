@@ -74,6 +74,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "session": ("session", "session_id", "conversation_id", "conv_id", "chat_id"),
     "turn": ("turn", "turn_id", "turn_index"),
     "priority": ("priority",),
+    "acceptance": ("acceptance", "acceptance_rate", "draft_acceptance"),
     "slo": ("slo", "slo_class", "service_class"),
     "abort": ("abort", "abort_at", "abort_time", "cancelled_at", "canceled_at"),
     "timeout": ("timeout", "client_timeout"),

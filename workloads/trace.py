@@ -33,6 +33,7 @@ _COLUMNS = (
     "turn",
     "priority",
     "slo",
+    "acceptance",
     "abort_ns",
     "prompt_ids",
     "after_row",
@@ -67,6 +68,7 @@ class Trace:
     prefix_hashes: per request a tuple of hashes, each standing for `hash_tokens` prompt tokens.
     session, slo: per request a name or None. turn: 0 for the first request of its session.
     priority: lower is more urgent, 0 by default.
+    acceptance: with speculation, the chance that a draft of the request is accepted where those before it were.
     abort_ns: moment at which the client gives up, -1 for never. Counted from arrival_ns: a driver that moves an
         arrival (closed loop) moves the abort with it; `timeout_ns` gives the difference.
     prompt_ids: per request the prompt's token ids where the trace carries them.
@@ -96,6 +98,7 @@ class Trace:
     after_row: Column | None = None
     think_ns: Column | None = None
     history: str = "in_prompt"
+    acceptance: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         for name in _INTEGER_COLUMNS:
@@ -108,6 +111,9 @@ class Trace:
         self._expect("arrival_ns", np.diff(self.arrival_ns, prepend=0) < 0, "a time of 0 or more, never decreasing")
         for name in ("prompt_tokens", "output_tokens", "max_output_tokens"):
             self._expect(name, getattr(self, name) < 1, "at least 1 token")
+        if self.acceptance is not None:
+            object.__setattr__(self, "acceptance", np.asarray(self.acceptance, np.float64))
+            self._expect("acceptance", ~((self.acceptance >= 0) & (self.acceptance <= 1)), "0 to 1")
         if (self.after_row is None) != (self.think_ns is None):
             raise TraceError(f"{self.name}: after_row and think_ns go together; found only one of them")
         if self.after_row is not None and self.think_ns is not None:

@@ -18,6 +18,7 @@ from metrics.measures.latencies import own_latencies
 from metrics.measures.memory_keys import memory_summary
 from metrics.measures.replica_presence import Presence, fleet, stage_seconds
 from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
+from metrics.measures.speculation import speculation_summary
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
@@ -291,7 +292,7 @@ def _iterations(
     def column(name: str) -> NDArray[Any]:
         return run.column("iterations", name)[inside_window]
 
-    tokens = column("chunk_tokens").astype(np.int64) + column("decodes")
+    tokens = column("chunk_tokens").astype(np.int64) + column("decodes") + column("draft_tokens")
     dummies, decodes = column("dummy_tokens").astype(np.int64), column("decodes")
     count, useful, padding = len(tokens), int(tokens.sum()), int(dummies.sum())
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
@@ -318,6 +319,7 @@ def _iterations(
         device_busy_share=_ratio(busy_s, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
+        **speculation_summary(run, inside_window),
     )
     for name in ("running", "waiting"):
         found[f"{name}_mean"] = _ratio(float((column(name) * held).sum()), float(held.sum()))

@@ -45,11 +45,14 @@ class Column(NamedTuple):
 
 
 RANK = "rank"
-"""The one column that folders written before there were ranks lack: all of theirs is rank 0."""
+
+ADDED_SINCE = (RANK, "draft_tokens", "draft_context_total", "drafting", "drafts")
+"""Columns that folders of earlier versions lack: theirs are zeros, or lists without entries."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
     "cohorts": (("cohort", "int64"), ("step", "int32"), ("size", "int32")),
+    "drafts": (("request", "int64"), ("verified", "int32"), ("accepted", "int32"), ("delivered", "int32")),
 }
 """Fields of the list<struct> columns: who was in the batch. A decode is in it through its cohort."""
 
@@ -101,6 +104,10 @@ ITERATIONS = (
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
+    Column("draft_tokens", "int32", "drafts verified: rows of decodes beyond one each"),
+    Column("draft_context_total", "int64", "contexts of their decodes, once for every draft"),
+    Column("drafting", "int32", "tokens drafted afterwards for every request that sampled"),
+    Column("drafts", "drafts", "speculating decodes: request, drafts verified, accepted, tokens delivered"),
 )
 
 TOKENS = (

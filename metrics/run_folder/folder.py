@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.run_folder.columns import FIGURES, RANK, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_folder.columns import ADDED_SINCE, FIGURES, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
 from metrics.run_folder.config_check import AS_WRITTEN, check_config, digests
 from policies.edges.compiling import how_built
 from policies.edges.input_file import read_json, shown_path
@@ -157,7 +157,7 @@ def parquet_writer(file: Path, table: str) -> pq.ParquetWriter:
 
 def _write_table(file: Path, run: RunTables, name: str) -> None:
     on_disk = run.path(name)
-    if on_disk is not None and run.has_ranks(name):
+    if on_disk is not None and run.is_whole(name):
         shutil.copyfile(on_disk, file)
         return
     with parquet_writer(file, name) as writer:
@@ -176,7 +176,7 @@ def _check_table(file: Path, name: str) -> None:
         raise MetricsError(f"{file}: found something unreadable, expected a parquet file ({_line(error)})") from error
     for field in schema(name):
         position = found.get_field_index(field.name)
-        if position < 0 and field.name == RANK:
+        if position < 0 and field.name in ADDED_SINCE:
             continue
         if position < 0:
             raise MetricsError(f"{file}: found no column {field.name!r}, expected {name} to have it")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import RANK, TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import ADDED_SINCE, RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,18 +84,19 @@ class RunTables:
             names = None if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
                 found = pq.read_table(held, columns=names, memory_map=True)
-                if RANK not in found.column_names and (names is None or RANK in names):
-                    found = _all_rank_0(found, names or schema(name).names, self.rows(name))
+                wanted = names or schema(name).names
+                if any(column in ADDED_SINCE and column not in found.column_names for column in wanted):
+                    found = _with_added(found, name, wanted, self.rows(name))
                 return found
         return held if columns is None else held.select(list(columns))
 
-    def has_ranks(self, name: str) -> bool:
-        """Whether a table says of its rows which rank they are of, as all do but those of earlier versions on disk."""
+    def is_whole(self, name: str) -> bool:
+        """Whether a table has all of its columns, as all do but those of earlier versions on disk."""
         held = self._tables[name]
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return RANK in pq.read_schema(held).names
+            return set(schema(name).names) <= set(pq.read_schema(held).names)
         return True
 
     def rows(self, name: str) -> int:
@@ -163,6 +164,10 @@ class RunTables:
         """All cohorts of all batches as flat columns; `row` is the row of the iteration in its table."""
         return self._flattened("cohorts")
 
+    def drafts(self) -> dict[str, NDArray[Any]]:
+        """All speculating decodes of all batches as flat columns; `row` is the row of the iteration in its table."""
+        return self._flattened("drafts")
+
     def path(self, name: str) -> Path | None:
         """Where a table lies on disk, if it does."""
         held = self._tables[name]
@@ -178,13 +183,19 @@ class RunTables:
         return {"row": rows, **fields}
 
 
-def _all_rank_0(table: pa.Table, names: Sequence[str], rows: int) -> pa.Table:
-    """A table of an earlier version with the column that it lacks."""
+def _with_added(table: pa.Table, name: str, names: Sequence[str], rows: int) -> pa.Table:
+    """A table of an earlier version with the columns that it lacks."""
     import pyarrow as pa
 
-    columns = {name: table.column(name) for name in names if name != RANK}
-    columns[RANK] = pa.chunked_array([pa.array(np.zeros(rows, np.int32))])
-    return pa.table({name: columns[name] for name in names})
+    columns = {}
+    for column in names:
+        if column in table.column_names:
+            columns[column] = table.column(column)
+            continue
+        kind = schema(name).field(column).type
+        empty: Any = [[]] * rows if pa.types.is_list(kind) else np.zeros(rows, kind.to_pandas_dtype())
+        columns[column] = pa.chunked_array([pa.array(empty, type=kind)])
+    return pa.table(columns)
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

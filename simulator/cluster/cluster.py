@@ -303,6 +303,8 @@ class Cluster:
             overlap_sends=engine.config.pp_overlap,
             leaps=engine.config.leaps,
         )
+        if engine.acceptance is not None:
+            replica.decide = engine.acceptance.decide
         if isinstance(replica, SwapsKV):
             replica.device_block_bytes = memory.device_block_bytes
             replica.link = self._host_link(number, memory)

@@ -14,6 +14,7 @@ from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, 
 from metrics.measures.bubble_causes import CAUSES
 from metrics.measures.memory_keys import MEMORY_KEYS
 from metrics.measures.slo import requests_within
+from metrics.measures.speculation import SPECULATION_KEYS
 from metrics.measures.statistics import percentiles, statistics
 from metrics.measures.summary import pd_optimum
 from metrics.measures.summary_keys import keys_table
@@ -136,6 +137,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "mbu": None,
         "mbu_busy": None,
         **dict.fromkeys(MEMORY_KEYS),
+        **dict.fromkeys(SPECULATION_KEYS),
         "prefix_hit_requests": 1,
     }
     for key, value in expected.items():

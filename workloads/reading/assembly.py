@@ -105,6 +105,7 @@ class _Assembly:
             "turn": self._optional("turn", 0),
             "priority": self._optional("priority", 0),
             "slo": self._texts("slo"),
+            "acceptance": np.nan_to_num(self.cells["acceptance"][self.rows]) if "acceptance" in self.cells else None,
             "abort_ns": self._abort_ns(arrival_ns),
             "prompt_ids": self._prompt_ids(),
             "after_row": after_row,
