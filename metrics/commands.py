@@ -22,6 +22,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+BY = ("slo", "priority", "session", "tenant", "program")
+"""Columns of the requests by whose values a summary may be split."""
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 WarmupOption = Annotated[str, typer.Option(help="Left out of the statistics: a number of requests, or seconds as 30s.")]
@@ -33,7 +36,7 @@ def show(
     run: RunArgument,
     warmup: WarmupOption = "",
     slo: SloOption = "",
-    by: Annotated[str, typer.Option(help="One summary per value of a column: slo, priority or session.")] = "",
+    by: Annotated[str, typer.Option(help=f"One summary per value of a column: {', '.join(BY)}.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
@@ -234,8 +237,8 @@ def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> No
     from metrics.measures.summary import summarise_classes
     from metrics.run_folder.folder import read_run
 
-    if column not in ("slo", "priority", "session"):
-        raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
+    if column not in BY:
+        raise MetricsError(f"--by: found {column!r}, expected one of {', '.join(BY)}")
     tables = read_run(run)
     objective, warmup = slo or _own(tables, "slo"), warmup or _own(tables, "warmup")
     summaries = summarise_classes(

@@ -398,6 +398,4 @@ def _arriving(trace: Trace, row: int, at_ns: Ns) -> Request:
     r = trace.request(row)
     if r.arrival_ns == at_ns:
         return r
-    return Request(
-        row, at_ns, r.prompt_tokens, r.max_output_tokens, r.prefix_hashes, r.hash_tokens, r.session, r.priority, r.slo
-    )
+    return r._replace(arrival_ns=at_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metrics.measures.statistics import STATISTICS
@@ -38,6 +38,7 @@ _COMPARED = (
 )
 _SHARES = (
     "_share",
+    "_share_max",
     "_attainment",
     "token_budget_use",
     "kv_use_mean",
@@ -200,6 +201,30 @@ def bubble_table(label: str, bubbles: Bubbles, per_request: Mapping[str, float])
         + ", ".join(f"{name} {format_value('x_s', value)}" for name, value in per_request.items())
     )
     table.caption_justify = "left"
+    return table
+
+
+def rank_table(rows: Sequence[Mapping[str, Any]], *, most: int = 32) -> Table:
+    """`metrics.measures.ranks.rank_rows` as a table; of more than `most` ranks those that wait least and most."""
+    from rich.table import Table
+
+    shown = list(rows)
+    if len(shown) > most:
+        by_waiting = sorted(shown, key=lambda row: row["waiting_share"])
+        shown = [*by_waiting[: most // 2], *by_waiting[-(most // 2) :]]
+    table = Table(title="by rank", title_justify="left", box=_plain_box(), show_edge=False, pad_edge=False)
+    for heading in ("replica", "rank", "requests", "steps", "dummies", "tokens", "busy", "waits", "KV max"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in shown:
+        table.add_row(
+            *(f"{row[name]:,}" for name in ("replica", "rank", "requests", "steps", "dummy_steps", "tokens")),
+            _duration(row["busy_s"]),
+            f"{row['waiting_share']:.1%}",
+            format_value("kv_use_max", row["kv_use_max"]),
+        )
+    if len(rows) > len(shown):
+        table.caption = f"{len(rows) - len(shown)} more wait longer than the first and shorter than the last"
+        table.caption_justify = "left"
     return table
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from metrics.measures.latencies import own_latencies
 from metrics.measures.memory_keys import memory_summary
+from metrics.measures.ranks import met_ns, rank_summary
 from metrics.measures.replica_presence import Presence, fleet, stage_seconds
 from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.speculation import speculation_summary
@@ -116,6 +117,7 @@ class _Whole:
                 model_bytes if model_bytes is not None else config.get("model_bytes"),
             ),
             **_bubbles(run),
+            **rank_summary(run),
         }
 
     def summary_of(self, rows: Ints, tokens: TokenTimes, slo: str | Mapping[str, str] | None) -> dict[str, Any]:
@@ -332,8 +334,8 @@ def _iterations(
 
 
 def _bubbles(run: RunTables) -> dict[str, float]:
-    """Of the whole run: a bubble has no warm-up. A single stage has none worth the name."""
-    if not np.any(run.column("stages", "stage")):
+    """Of the whole run: a bubble has no warm-up. A single stage that waits for no rank has none worth the name."""
+    if not np.any(run.column("stages", "stage")) and not _steps_together(run):
         return {}
     from metrics.pipelines.bubbles import find_bubbles
 
@@ -343,6 +345,18 @@ def _bubbles(run: RunTables) -> dict[str, float]:
         **{f"bubble_share_{cause}": share for cause, share in found.cause_shares.items()},
         "lost_device_s": found.lost_device_s,
     }
+
+
+def _steps_together(run: RunTables) -> bool:
+    """Whether ranks of a replica share their steps."""
+    if run.ranks == 1:
+        return False
+    pools = run.config.get("pools")
+    if isinstance(pools, list) and any("ranks_step_together" in pool for pool in pools):
+        return any(pool.get("ranks_step_together") for pool in pools)
+    met = met_ns(run)
+    own = run.column_ns("iterations", "start_s") + run.column_ns("iterations", "device_s")
+    return met is not None and bool((met > own).any())
 
 
 def _objectives(

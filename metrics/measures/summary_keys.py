@@ -102,9 +102,15 @@ SUMMARY_KEYS: dict[str, str] = {
     "device_busy_share": "busy time of the stages in the window / time that stages of any replica were there in it",
     "inside_share": "share of iterations whose shape lies in the cost model's measured region; null for a live run "
     "and a roofline",
-    "bubble_share": "share of stage time in flight in which a stage idles (null without a pipeline)",
+    "bubble_share": "share of stage time in flight in which a stage idles (null without a pipeline, or ranks that step "
+    "together)",
     **{f"bubble_share_{cause}": f"the part of bubble_share due to {name}" for cause, name in CAUSE_NAMES.items()},
     "lost_device_s": "device-seconds lost in bubbles",
+    "ranks": "data-parallel ranks of a replica (null without ranks, like the keys that follow)",
+    "rank_waiting_share": "share of step time that ranks wait for a slower one (0 where they do not step together)",
+    "rank_waiting_share_max": "the same of the rank that waits most",
+    "rank_dummy_share": "share of all ranks' steps that are dummies, without a request of their own",
+    "rank_imbalance": "tokens of the busiest rank / mean of all ranks that ran anything (1: even)",
     "mfu": "useful FLOPs / (peak FLOP/s x device-seconds in the window); null unless work and peaks were given",
     "mfu_busy": "the same over the time that the devices were busy",
     "mbu": "bytes that have to be moved / (peak bytes/s x device-seconds in the window); null unless given",

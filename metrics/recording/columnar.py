@@ -195,6 +195,8 @@ def _request_table(matrix: Ints, order: Ints, ended: Ended, engines: Engines) ->
         "reason": _rare(ids, ended.reasons, ""),
         "session": _rare(ids, ended.sessions, None),
         "slo": _rare(ids, ended.slos, None),
+        "tenant": _rare(ids, ended.tenants, None),
+        "program": _rare(ids, ended.programs, None),
     }
     for field in schema("requests"):
         if field.name in ("replica", "rank"):

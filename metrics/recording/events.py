@@ -186,7 +186,8 @@ class Ended(NamedTuple):
     """Requests as a recorder buffers them.
 
     rows: of `pack_request`; segments: of all of them, one request after the other. Rarer things by request id:
-    reasons, sessions, SLO classes, and the replica of each segment where they are not all the request's own.
+    reasons, sessions, SLO classes, tenants, programs (where they are not the session), and the replica of each segment
+    where they are not all the request's own.
     """
 
     rows: list[bytes]
@@ -194,4 +195,6 @@ class Ended(NamedTuple):
     reasons: dict[int, str]
     sessions: dict[int, str]
     slos: dict[int, str]
+    tenants: dict[int, str]
+    programs: dict[int, str]
     segment_replicas: dict[int, Sequence[int]]

@@ -83,7 +83,7 @@ class Recorder:
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        self._ended = Ended([], [], {}, {}, {}, {})
+        self._ended = Ended([], [], {}, {}, {}, {}, {}, {})
         self._requests, self._segments = self._ended.rows, self._ended.segments
         self._request_parts: list[tuple[bytes, NDArray[np.int64]]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
@@ -290,7 +290,7 @@ class Recorder:
         """
         if status not in _STATUS_CODES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
-        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
+        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo, tenant, program, _ = request
         self._requests.append(
             _pack_request(
                 row,
@@ -316,6 +316,10 @@ class Recorder:
             self._ended.sessions[row] = session
         if slo is not None:
             self._ended.slos[row] = slo
+        if tenant is not None:
+            self._ended.tenants[row] = tenant
+        if program is not None and program != session:
+            self._ended.programs[row] = program
         if segment_replicas is not None:
             self._ended.segment_replicas[row] = segment_replicas
         if len(self._requests) >= self.part_rows:

@@ -45,9 +45,12 @@ class Column(NamedTuple):
 
 
 RANK = "rank"
+"""Which of its replica's ranks a row is of."""
 
-ADDED_SINCE = (RANK, "draft_tokens", "draft_context_total", "drafting", "drafts")
-"""Columns that folders of earlier versions lack: theirs are zeros, or lists without entries."""
+LATER: dict[str, int | tuple[()] | None] = {
+    RANK: 0, "tenant": None, "program": None, "draft_tokens": 0, "draft_context_total": 0, "drafting": 0, "drafts": (),
+}  # fmt: skip
+"""Columns that run folders of earlier versions do not have, and what stands for them there."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
@@ -74,7 +77,10 @@ REQUESTS = (
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),
+    Column("tenant", "string", "on whose behalf it was served (null if nobody is named)"),
+    Column("program", "string", "tree of calls it belongs to, where the trace names one (null if none)"),
 )
+
 
 ITERATIONS = (
     Column("replica", "int32", "replica that ran it"),
@@ -136,6 +142,10 @@ STAGES = (
     Column("end_s", "float64", "the stage is done with the batch"),
     Column("send_s", "float64", "time to move its output to the next stage (0 on the last)"),
 )
+
+SERVED = ("trace", "wire")
+"""Tables that only a served session has (workloads.door.session): the requests as a trace, and when
+each token was written."""
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,

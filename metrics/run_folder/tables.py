@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import ADDED_SINCE, RANK, TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import LATER, RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,19 +79,12 @@ class RunTables:
         """One table, or some of its columns."""
         held = self._tables[name]
         if isinstance(held, Path):
-            import pyarrow.parquet as pq
-
-            names = None if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                found = pq.read_table(held, columns=names, memory_map=True)
-                wanted = names or schema(name).names
-                if any(column in ADDED_SINCE and column not in found.column_names for column in wanted):
-                    found = _with_added(found, name, wanted, self.rows(name))
-                return found
+                return _read(held, name, schema(name).names if columns is None else list(columns))
         return held if columns is None else held.select(list(columns))
 
-    def is_whole(self, name: str) -> bool:
-        """Whether a table has all of its columns, as all do but those of earlier versions on disk."""
+    def has_all_columns(self, name: str) -> bool:
+        """Whether a table has every column of today, as all do but those of earlier versions on disk."""
         held = self._tables[name]
         if isinstance(held, Path):
             import pyarrow.parquet as pq
@@ -183,19 +176,26 @@ class RunTables:
         return {"row": rows, **fields}
 
 
-def _with_added(table: pa.Table, name: str, names: Sequence[str], rows: int) -> pa.Table:
-    """A table of an earlier version with the columns that it lacks."""
+def _read(file: Path, name: str, wanted: list[str]) -> pa.Table:
+    """Columns of a table on disk; those that the version which wrote it did not know have what stands for them."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    columns = {}
-    for column in names:
-        if column in table.column_names:
-            columns[column] = table.column(column)
-            continue
-        kind = schema(name).field(column).type
-        empty: Any = [[]] * rows if pa.types.is_list(kind) else np.zeros(rows, kind.to_pandas_dtype())
-        columns[column] = pa.chunked_array([pa.array(empty, type=kind)])
-    return pa.table(columns)
+    asked = [column for column in wanted if column in LATER]
+    there = pq.read_schema(file).names if asked else []
+    lacking = [column for column in asked if column not in there]
+    read = [column for column in wanted if column not in lacking]
+    table = pq.read_table(file, columns=read, memory_map=True)
+    if not lacking:
+        return table
+    fields, rows = schema(name), pq.read_metadata(file).num_rows
+    columns = [
+        pa.repeat(pa.scalar(LATER[column], fields.field(column).type), rows)
+        if column in lacking
+        else table.column(column)
+        for column in wanted
+    ]
+    return pa.table(columns, schema=pa.schema([fields.field(column) for column in wanted]))
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

@@ -92,6 +92,8 @@ class Recording:
                 "priority": request.priority,
                 "session": request.session,
                 "slo": request.slo,
+                "tenant": request.tenant,
+                "program": request.program if request.program != request.session else None,
             }
         )
         where = {**self._place(engine), "cohort": request.id}

@@ -132,6 +132,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "bubble_share": None,
         "lost_device_s": None,
         **{f"bubble_share_{cause}": None for cause in CAUSES},
+        **dict.fromkeys(key for key in SUMMARY_KEYS if key.startswith("rank")),
         "mfu": None,
         "mfu_busy": None,
         "mbu": None,
