@@ -116,6 +116,46 @@ def figures(
 
 
 @app.command()
+def tenants(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for service and TTFT over time.")] = None,
+    output_weight: Annotated[float, typer.Option(help="What an output token counts, in prompt tokens.", min=0)] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """What every tenant asked for and was given, its TTFT, and how far service came apart while two waited."""
+    from metrics.measures.tenants import Tenants, vtc_bound
+    from metrics.run_folder.folder import read_run
+
+    tables = {label: read_run(run) for label, run in _labelled(runs).items()}
+    found = {label: Tenants(run, output_weight=output_weight) for label, run in tables.items()}
+    drawn: list[Path] = []
+    if figures_to is not None:
+        from metrics.drawing.tenant_figures import draw_tenants
+
+        drawn = draw_tenants(found, figures_to)
+    if as_json:
+        _print_json(
+            {
+                label: {
+                    "policy": each.run.config.get("policy"),
+                    "fairness_jain_tenants": each.jain,
+                    "largest_gap_tokens": each.largest_gap(),
+                    "vtc_bound_tokens": vtc_bound(each.run),
+                    "tenants": each.table(),
+                }
+                for label, each in found.items()
+            }
+        )
+        return
+    from metrics.drawing.text_tables import tenant_table
+
+    for label, each in found.items():
+        _print(tenant_table(label, each, vtc_bound(each.run)))
+    for path in drawn:
+        print(path)
+
+
+@app.command()
 def bubbles(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for Gantt, shares and CDF.")] = None,

@@ -23,6 +23,7 @@ from metrics.measures.speculation import speculation_summary
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
+from metrics.measures.tenants import tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
@@ -117,6 +118,7 @@ class _Whole:
                 model_bytes if model_bytes is not None else config.get("model_bytes"),
             ),
             **_bubbles(run),
+            **tenant_summary(run),
             **rank_summary(run),
         }
 
@@ -323,6 +325,10 @@ def _iterations(
         kv_blocks=blocks,
         **speculation_summary(run, inside_window),
     )
+    experts = column("activated_experts")
+    known = experts[~np.isnan(experts)]
+    found["activated_experts_mean"] = float(known.mean()) if len(known) else None
+    found["activated_experts_max"] = float(known.max()) if len(known) else None
     for name in ("running", "waiting"):
         found[f"{name}_mean"] = _ratio(float((column(name) * held).sum()), float(held.sum()))
         found[f"{name}_max"] = int(np.max(column(name), initial=0))

@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ RUN_VERSION = 1
 
 FIGURES = (
     "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
-    "request_bubble_cdf", "frontier",
+    "request_bubble_cdf", "frontier", "service_by_tenant",
 )  # fmt: skip
 """What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
 
@@ -47,8 +48,9 @@ class Column(NamedTuple):
 RANK = "rank"
 """Which of its replica's ranks a row is of."""
 
-LATER: dict[str, int | tuple[()] | None] = {
-    RANK: 0, "tenant": None, "program": None, "draft_tokens": 0, "draft_context_total": 0, "drafting": 0, "drafts": (),
+LATER: dict[str, float | tuple[()] | None] = {
+    RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan,
+    "draft_tokens": 0, "draft_context_total": 0, "drafting": 0, "drafts": (),
 }  # fmt: skip
 """Columns that run folders of earlier versions do not have, and what stands for them there."""
 
@@ -108,6 +110,12 @@ ITERATIONS = (
     Column("inside", "bool", "the batch shape lies in the cost model's measured region"),
     Column("wall_s", "float64", "wall-clock time of the iteration (live runs; NaN in simulated ones)"),
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
+    Column(
+        "activated_experts",
+        "float64",
+        "experts that at least one row went to, mean over layers with experts: counted in live runs, expected in "
+        "simulated ones (NaN where unknown or without experts)",
+    ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
     Column("draft_tokens", "int32", "drafts verified: rows of decodes beyond one each"),

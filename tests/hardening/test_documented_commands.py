@@ -160,12 +160,19 @@ INSTEAD = {
 }
 """What measures for minutes, or makes a long figure: one small run stands for all that the pages show."""
 
+FLOOD = [
+    ("simulator", "replay", "examples/flood.csv.gz", "--policy", policy, "--out", f"flood/{policy}")
+    for policy in ("chunked", "vtc")
+]
+
 FIRST = {
     "p.parquet": ("profiler", "import", "llmservingsim", PROFILE, "--out", "p.parquet"),
     "my.json": ("profiler", "fit", "p.parquet", "--out", "my.json"),
     "calib/": ("experiments", "calibrate"),
     "runs/x/model.json": ("experiments", "validate"),
     "runs/figures": ("experiments", "run"),
+    "flood/chunked": FLOOD[0],
+    "flood/vtc": FLOOD[1],
     "served/": ("simulator", "replay", "t.csv", "--out", "served/"),
 }
 """What a command reads that another of the pages makes: run before it, where the file is not there yet."""
