@@ -19,7 +19,6 @@ from metrics.measures.memory_keys import memory_summary
 from metrics.measures.ranks import met_ns, rank_summary
 from metrics.measures.replica_presence import Presence, fleet, stage_seconds
 from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
-from metrics.measures.speculation import speculation_summary
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
@@ -28,6 +27,7 @@ from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
 from metrics.run_folder.columns import STATUSES, MetricsError
+from metrics.run_folder.drafts import speculation_summary
 from metrics.run_folder.tables import RunTables
 
 Bools = NDArray[np.bool_]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from metrics.measures.bubble_causes import CAUSE_NAMES
 from metrics.measures.memory_keys import MEMORY_KEYS
-from metrics.measures.speculation import SPECULATION_KEYS
 from metrics.measures.statistics import STATISTICS
+from metrics.run_folder.drafts import SPECULATION_KEYS
 
 LATENCIES = {
     "ttft_s": "time to first token: arrival to first token delivered",

@@ -245,7 +245,7 @@ def _of_trace(trace: Trace) -> dict[int, Curve]:
 
 def _curve_of_run(folder: Path) -> tuple[Curve, Found]:
     from metrics import read_run
-    from metrics.measures.speculation import acceptance_curve, at_least, drafts_of_run
+    from metrics.run_folder.drafts import acceptance_curve, at_least, drafts_of_run
 
     run = read_run(folder)
     drafts = drafts_of_run(run)
@@ -259,7 +259,7 @@ def _curve_of_run(folder: Path) -> tuple[Curve, Found]:
 
 def _played(folder: Path, trace: Trace, seed: int) -> Acceptance:
     from metrics import read_run
-    from metrics.measures.speculation import drafts_of_run
+    from metrics.run_folder.drafts import drafts_of_run
 
     curve, found = _curve_of_run(folder)
     run = read_run(folder)

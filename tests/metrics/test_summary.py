@@ -14,12 +14,12 @@ from metrics import SUMMARY_KEYS, MetricsError, Recorder, parse_slo, summarise, 
 from metrics.measures.bubble_causes import CAUSES
 from metrics.measures.memory_keys import MEMORY_KEYS
 from metrics.measures.slo import requests_within
-from metrics.measures.speculation import SPECULATION_KEYS
 from metrics.measures.statistics import percentiles, statistics
 from metrics.measures.summary import pd_optimum
 from metrics.measures.summary_keys import keys_table
 from metrics.measures.token_times import TokenTimes
 from metrics.run_folder.columns import TABLES, columns_table
+from metrics.run_folder.drafts import SPECULATION_KEYS
 from policies.work.request import Request
 from simulator.config import ReplayConfig
 from simulator.simulation import replay

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from metrics import read_run
-from metrics.measures.speculation import acceptance_curve, drafts_of_run
+from metrics.run_folder.drafts import acceptance_curve, drafts_of_run
 from policies import BatchShape, PolicyError, Speculation
 from profiler import load_cost_model, load_hardware, load_model_spec
 from profiler.speculation_cost import DraftingPrices, SpeculatingCost, eagle_head
