@@ -259,13 +259,13 @@ class ReplayConfig:
     )
     autoscale: Mapping[str, Any] = setting(
         make=dict,
-        text="Grow and shrink a pool, as most=8,by=queue,startup_s=60 (docs/clusters.md).",
+        text="Grow and shrink a pool, as most=8,by=queue,startup_s=60 (docs/concepts/clusters.md).",
         group=CLUSTER,
         **_one_text_of_pairs("--autoscale"),
     )
     afd: Mapping[str, Any] = setting(
         make=dict,
-        text="Attention and FFN on devices of their own, as attention=4,ffn=4 (docs/clusters.md).",
+        text="Attention and FFN on devices of their own, as attention=4,ffn=4 (docs/concepts/clusters.md).",
         group=CLUSTER,
         **_one_text_of_pairs("--afd"),
     )
