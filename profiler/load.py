@@ -15,6 +15,7 @@ from profiler.specs.dtypes import canonical_dtype
 from profiler.specs.hardware import Hardware, load_hardware
 from profiler.specs.model_config import load_model_spec
 from profiler.specs.model_spec import ModelSpec
+from profiler.specs.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from profiler.operators.engine_terms import EngineTerms
@@ -34,9 +35,13 @@ def load_cost_model(
     *,
     cost_model: str | Path = "auto",
     dtype: str = "auto",
+    weight_dtype: str = "auto",
     kv_dtype: str = "auto",
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
+    ep: bool = False,
+    routing: str = "uniform",
     layer_split: Sequence[int] | None = None,
     engine: str | Path | NamedEngine = "none",
     terms: Mapping[str, Any] | None = None,
@@ -49,8 +54,11 @@ def load_cost_model(
     that ships for this GPU where there is one, the roofline otherwise; `kind`, `name` and `provenance()` of the
     result say which it became. `path/to/file.py:ClassName`: a class of one's own that keeps the protocol `CostModel`;
     it is called with those of model (ModelSpec), gpu (Hardware), dtype, kv_dtype, tp, pp and layer_split that it
-    names. dtype "auto": the checkpoint's own (16 bits where it is float32). tp, pp, layer_split:
-    devices a stage, stages, layers of each stage. engine: as it is served (`operators.named_engines`), whose terms are
+    names. dtype "auto": the checkpoint's own (16 bits where it is float32); weight_dtype: of linear layers, as
+    `ModelSpec.served_as` takes it. tp, pp, layer_split: devices a stage, stages, layers of each stage. dp, ep, routing:
+    data-parallel ranks whose expert layers work together, whole experts on each device, and how tokens spread over them
+    (`profiler.specs.parallel_layout.ParallelLayout`); of a model with experts and dp above 1 the result is a
+    `profiler.cost_model.RankedCostModel`. engine: as it is served (`operators.named_engines`), whose terms are
     added to the kernels' times; terms: fields of `EngineTerms` that differ from its own. A roofline knows the host's
     alone, and costs that were measured as whole iterations hold all of them already. options: whatever else the chosen
     kind takes (the roofline: tile, pipeline_link, constants).
@@ -59,29 +67,30 @@ def load_cost_model(
     """
     spec = model if isinstance(model, ModelSpec) else load_model_spec(model)
     hardware = gpu if isinstance(gpu, Hardware) else load_hardware(gpu)
-    if not is_own_class(cost_model):
-        spec.refuse_mixed_windows()
-        spec.refuse_quantised(
-            "no cost model here knows the times of such GEMMs",
-            "pass the config of the unquantised model (with --dtype fp8 or int8 for 8-bit weights), or "
-            "--cost-model FILE.py:Class with costs of your own",
+    spec, dtype = spec.served_as(dtype, weight_dtype)
+    layout = ParallelLayout(tp, dp, ep, routing)
+    layout.check(spec)
+    if spec.experts and dp > 1 and pp > 1:
+        raise ProfileError(
+            f"dp {dp} beside pp {pp}: ranks whose expert layers work together have one stage; leave pp out"
         )
-    if dtype == "auto":
-        dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
     chosen: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": layer_split}
     from profiler.operators.named_engines import load_engine
 
     named = load_engine(engine) if isinstance(engine, str | Path) else engine
     added = _Terms(named, dict(terms or {}))
     chosen |= options
+    if spec.experts and not is_own_class(cost_model):
+        chosen["layout"] = layout
     if str(cost_model) == "auto":
-        found = _shipped(hardware) if _fits_serve(dtype, kv_dtype, options) else None
+        plain = not (spec.experts or spec.latent or spec.weight_bits or spec.sliding_layers not in (None, spec.layers))
+        found = _shipped(hardware) if plain and _fits_serve(dtype, kv_dtype, options) else None
         cost = _fitted(found, spec, hardware, chosen, added) if found else _roofline(spec, hardware, chosen, added)
         return _named(cost, added, hardware, tp)
     if str(cost_model) == "roofline":
         return _named(_roofline(spec, hardware, chosen, added), added, hardware, tp)
     if is_own_class(cost_model):
-        return _own(str(cost_model), spec, hardware, chosen)
+        return _own(str(cost_model), spec, hardware, {**chosen, "dp": dp, "ep": ep, "routing": routing})
     path = Path(cost_model)
     if not path.exists():
         raise ProfileError(
@@ -161,18 +170,18 @@ class _Terms(NamedTuple):
                 raise ProfileError(f"--term {name}: {costs}; expected terms that begin with {' or '.join(known)}")
 
 
-_NO_EXPERTS = (
-    "rooflines and fits of kernels know dense layers only; pass a fit of whole iterations (python -m executor profile) "
-    "or --cost-model FILE.py:Class"
-)
+def refuse_unknown(spec: ModelSpec) -> None:
+    """ProfileError for what only a roofline knows."""
+    spec.refuse_mixed_windows()
+    spec.refuse_quantised("a fit of 16 bits has no such products", "take --cost-model roofline")
+    spec.refuse_experts("fits know dense layers only; take --cost-model roofline")
 
 
 def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added: _Terms) -> CostModel:
     from profiler.operators.engine_terms import EngineTerms
     from profiler.roofline.constants import RooflineConstants
-    from profiler.roofline.roofline import Roofline
+    from profiler.roofline.roofline import RankedRoofline, Roofline
 
-    spec.refuse_experts(_NO_EXPERTS)
     added.refuse(("host_", "front_", "prefill_scale", "decode_scale"), "a roofline has no such term")
     if added.own or added.engine.terms:
         terms = EngineTerms.from_mapping({**added.engine.terms, **added.own})
@@ -185,7 +194,8 @@ def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added
         }
         constants = engine.get("constants") or RooflineConstants()
         engine = {**engine, "constants": replace(constants, **{name: us * 1e3 for name, us in host_us.items()})}
-    return Roofline(spec, hardware, **engine)
+    layout = engine.get("layout")
+    return (RankedRoofline if layout is not None and layout.dp > 1 else Roofline)(spec, hardware, **engine)
 
 
 def _fits_serve(dtype: str, kv_dtype: str, options: dict[str, Any]) -> bool:
@@ -221,7 +231,7 @@ def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, A
     from profiler.operators.compose import compose
     from profiler.operators.fitting.model_file import read_model
 
-    spec.refuse_experts(_NO_EXPERTS)
+    refuse_unknown(spec)
     fit = read_model(path)
     widths = {name: width for name, width in added.engine.half_widths.items() if name != "front_end"}
     return compose(fit, spec, hardware, terms=added.of_fit(fit), term_widths=widths, **engine)

@@ -89,7 +89,17 @@ class ReplayConfig:
         flag="--p2p/--no-p2p",
     )
     dtype: str = setting("auto", "Weights and activations; auto is the model's own.", group=ENGINE)
-    kv_dtype: str = setting("auto", "Keys and values; auto is that of the weights.", group=ENGINE)
+    weight_dtype: str = setting(
+        "auto",
+        "Weights of linear layers: fp8, fp8_block, int4, ..., bfloat16; auto is the checkpoint's own.",
+        group=ENGINE,
+    )
+    kv_dtype: str = setting("auto", "Keys and values; auto is the checkpoint's, or that of activations.", group=ENGINE)
+    routing: str = setting(
+        "uniform",
+        "How tokens spread over experts: uniform, balanced, power_law_1.01, power_law_1.2, ....",
+        group=ENGINE,
+    )
     tp: int = setting(1, "Tensor-parallel devices per stage.", group=ENGINE, least=1)
     dp: int = setting(1, "Data-parallel ranks of a replica, each of --tp devices.", group=RANKS, least=1, most=1024)
     ep: bool = setting(

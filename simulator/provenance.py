@@ -13,6 +13,7 @@ from policies.contract.draft import UNLIMITED
 from policies.edges.input_digests import digests_of
 from profiler import load_hardware, load_model_spec
 from profiler.evidence import Evidence, evidence_of
+from profiler.specs.number_format import FORMATS
 from profiler.specs.shape_columns import ShapeColumns
 from simulator.replica.attention_ffn_apart import make_apart
 from workloads import Trace
@@ -43,7 +44,8 @@ def run_config(
     facts = {key: _shared(key, [pool[key] for pool in pools]) for key in pools[0]}
     rows = [{"role": pool.role, "replicas": pool.replicas, **row} for pool, row in zip(plan.pools, pools)]
     engine = plan.engine.config
-    work = work_facts(config.model, engine.gpu, config.dtype, config.kv_dtype, engine.tp, engine.pp)
+    width = engine.tp, engine.pp, config.weight_dtype
+    work = work_facts(config.model, engine.gpu, config.dtype, config.kv_dtype, *width)
     work["peaks"] = _mean_peaks(plan, config.dtype)
     return {
         "world": "simulated",
@@ -132,7 +134,10 @@ def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
         for gpu, count in ((config.gpu, pool.devices - elsewhere), (apart.ffn_gpu if apart else "", elsewhere)):
             if count:
                 of_gpu[gpu] = of_gpu.get(gpu, 0) + count
-    each = {gpu: work_facts(plan.config.model, gpu, dtype, "auto", 1, 1)["peaks"] for gpu in of_gpu}
+    each = {
+        gpu: work_facts(plan.config.model, gpu, dtype, "auto", 1, 1, plan.config.weight_dtype)["peaks"]
+        for gpu in of_gpu
+    }
     return {
         **{
             name: sum(each[gpu][name] * count for gpu, count in of_gpu.items()) / plan.devices
@@ -142,15 +147,18 @@ def _mean_peaks(plan: ClusterPlan, dtype: str) -> dict[str, float]:
     }
 
 
-def work_facts(model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int) -> dict[str, Any]:
+def work_facts(
+    model: Any, gpu: Any, dtype: str, kv_dtype: str, tp: int, pp: int, weight_dtype: str = "auto"
+) -> dict[str, Any]:
     """Peak rates and the work of an iteration as coefficients, so that MFU and MBU follow from the folder alone."""
     from profiler.specs.useful_work import byte_coefficients, flop_coefficients, peaks
 
-    spec, hardware = load_model_spec(model), load_hardware(gpu)
-    if dtype == "auto":
-        dtype = spec.dtype if spec.dtype in ("bfloat16", "float16") else "bfloat16"
+    hardware = load_hardware(gpu)
+    spec, dtype = load_model_spec(model).served_as(dtype, weight_dtype)
+    rate = FORMATS[spec.weight_format].products if spec.weight_format else ""
+    known = rate in hardware.peak_flops and spec.quantised == "blocks"
     return {
-        "peaks": peaks(spec, hardware, dtype, tp, pp),
+        "peaks": peaks(spec, hardware, rate if known else dtype, tp, pp),
         "model_flops": flop_coefficients(spec),
         "model_bytes": byte_coefficients(spec, dtype, kv_dtype),
     }

@@ -9,7 +9,7 @@ from simulator.config import ReplayConfig
 from simulator.routers import router_class
 from workloads import Trace
 from workloads.generating.shared_prefixes import caches_prefixes, what_prompts_share
-from workloads.priorities import notes_on_priorities
+from workloads.priorities import notes_on_priorities, notes_on_turns
 
 
 def notes_of_run(config: ReplayConfig, trace: Trace) -> list[str]:
@@ -54,6 +54,8 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
     routers = [config.router] if config.replicas > 1 or config.pools or config.autoscale else []
     if "decode" in roles:
         routers.append(config.decode_router)
+    if config.dp > 1 or any(int(pool.get("dp", 1)) > 1 for pool in config.pools):
+        routers.append(config.rank_router)
     notes = []
     for name in dict.fromkeys(routers):
         column = router_class(name).routes_by
@@ -64,7 +66,7 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
             )
     policies = {str(pool["policy"]): pool for pool in config.pools if "policy" in pool}
     for policy, knobs in {config.policy: config.knobs, **policies}.items():
-        notes += notes_on_priorities(trace, policy, knobs)
+        notes += notes_on_priorities(trace, policy, knobs) + notes_on_turns(trace, policy)
     if caches_prefixes(config.prefix_caching, config.knobs) and not shared:
         notes.append(
             "--prefix-caching: the trace has no prefix_hashes, no prompt_ids, and no session whose prompts hold it so "

@@ -24,6 +24,7 @@ EPOCH_S = 1e8
 WHOLE_RANGES = {
     "max_output_tokens": (1, MAX_TOKENS),
     "turn": (0, 1_000_000),
+    "predicted_tokens": (0, MAX_TOKENS),
     "priority": (-1_000_000_000, 1_000_000_000),
     "hash_tokens": (1, 1_000_000),
     "after_row": (-1, 1_000_000_000),

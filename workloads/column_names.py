@@ -75,6 +75,16 @@ NAMES: dict[str, tuple[str, ...]] = {
     "turn": ("turn", "turn_id", "turn_index"),
     "priority": ("priority",),
     "slo": ("slo", "slo_class", "service_class"),
+    "tenant": (
+        *("tenant", "tenant_id", "tenant_name", "customer", "customer_id", "user", "user_id", "user_name", "username"),
+        *("api_key", "api_key_id", "key_id", "account", "account_id", "organization", "organization_id"),
+        *("organisation", "org", "org_id", "team", "team_id", "client", "client_id", "end_user"),
+    ),
+    "program": ("program", "program_id", "workflow", "workflow_id", "agent_run", "job_id"),
+    "predicted_tokens": (
+        *("predicted_tokens", "predicted_output_tokens", "predicted_output_length", "predicted_length"),
+        *("predicted_output", "prediction"),
+    ),
     "abort": ("abort", "abort_at", "abort_time", "cancelled_at", "canceled_at"),
     "timeout": ("timeout", "client_timeout"),
     "prefix_hashes": ("prefix_hashes", "hash_ids", "block_hash_ids", "block_hashes", "block_ids"),
@@ -88,7 +98,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 TIMES = ("arrival", "abort", "timeout", "think", "elapsed")
 LISTS = ("prefix_hashes", "prompt_ids")
-TEXTS = ("session", "slo")
+TEXTS = ("session", "slo", "tenant", "program")
 REQUIRED = ("prompt_tokens", "output_tokens")
 
 NS_PER_UNIT = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}

@@ -136,6 +136,9 @@ def generate(
     slo: Annotated[
         str | None, typer.Option(rich_help_panel="Clients", help="Shares of classes: interactive=0.7,batch=0.3.")
     ] = None,
+    tenants: Annotated[
+        str | None, typer.Option(rich_help_panel="Clients", help="Shares of tenants: heavy=8,light=1,other=1.")
+    ] = None,
     stratified: Annotated[
         bool, typer.Option(rich_help_panel="Lengths", help="Spread lengths evenly over their distributions.")
     ] = False,

@@ -33,6 +33,9 @@ _COLUMNS = (
     "turn",
     "priority",
     "slo",
+    "tenant",
+    "program",
+    "predicted_tokens",
     "abort_ns",
     "prompt_ids",
     "after_row",
@@ -45,6 +48,7 @@ _INTEGER_COLUMNS = (
     "max_output_tokens",
     "turn",
     "priority",
+    "predicted_tokens",
     "abort_ns",
     "after_row",
     "think_ns",
@@ -65,7 +69,8 @@ class Trace:
     output_tokens: the true output length, which policies never see. max_output_tokens: the declared limit
         (the true length where a trace declares none).
     prefix_hashes: per request a tuple of hashes, each standing for `hash_tokens` prompt tokens.
-    session, slo: per request a name or None. turn: 0 for the first request of its session.
+    session, slo, tenant, program: per request a name or None. turn: 0 for the first request of its session.
+    predicted_tokens: how long somebody predicts each answer to be; 0 where nobody does.
     priority: lower is more urgent, 0 by default.
     abort_ns: moment at which the client gives up, -1 for never. Counted from arrival_ns: a driver that moves an
         arrival (closed loop) moves the abort with it; `timeout_ns` gives the difference.
@@ -96,6 +101,9 @@ class Trace:
     after_row: Column | None = None
     think_ns: Column | None = None
     history: str = "in_prompt"
+    tenant: Sequence[str | None] | None = None
+    program: Sequence[str | None] | None = None
+    predicted_tokens: Column | None = None
 
     def __post_init__(self) -> None:
         for name in _INTEGER_COLUMNS:
@@ -136,6 +144,8 @@ class Trace:
 
     def request(self, row: int) -> Request:
         """The request of one row, as the scheduler takes it; its id is the row."""
+        session = self.session[row] if self.session is not None else None
+        program = self.program[row] if self.program is not None else None
         return Request(
             row,
             int(self.arrival_ns[row]),
@@ -143,16 +153,19 @@ class Trace:
             int(self.max_output_tokens[row]),
             self.prefix_hashes[row] if self.prefix_hashes is not None else (),
             self.hash_tokens,
-            self.session[row] if self.session is not None else None,
+            session,
             int(self.priority[row]) if self.priority is not None else 0,
             self.slo[row] if self.slo is not None else None,
+            self.tenant[row] if self.tenant is not None else None,
+            session if program is None else program,
+            int(self.predicted_tokens[row]) if self.predicted_tokens is not None else 0,
         )
 
     def plain_lengths(self) -> tuple[memoryview, memoryview] | None:
         """Prompt lengths and declared limits, each entry an `int`, where a request of this trace has nothing else
         beside its arrival: for whoever makes every one of them. None otherwise."""
-        others = (self.prefix_hashes, self.session, self.priority, self.slo)
-        if any(column is not None for column in others) or self.hash_tokens:
+        others = (self.prefix_hashes, self.session, self.priority, self.slo, self.tenant, self.program)
+        if any(column is not None for column in (*others, self.predicted_tokens)) or self.hash_tokens:
             return None
         return self.prompt_tokens.data, self.max_output_tokens.data
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from policies.edges.output_file import write_bytes
 from policies.work.request import NS_PER_S
+from workloads.column_names import TEXTS
 from workloads.trace import Trace, TraceError
 
 _ENDINGS = ".csv, .jsonl or .parquet (.csv.gz and .jsonl.gz too)"
@@ -60,6 +61,9 @@ def file_columns(trace: Trace) -> dict[str, Any]:
         "think_s": trace.think_ns,
         "priority": trace.priority,
         "slo": trace.slo,
+        "tenant": trace.tenant,
+        "program": trace.program,
+        "predicted_tokens": trace.predicted_tokens,
         "abort_s": trace.abort_ns,
         "prefix_hashes": trace.prefix_hashes,
         "hash_tokens": None if trace.prefix_hashes is None else np.full(len(trace), trace.hash_tokens),
@@ -120,7 +124,7 @@ def _parquet(trace: Trace) -> bytes:
     for name, column in file_columns(trace).items():
         if name.endswith("_s"):
             arrays[name[:-2] + "_ns"] = pa.array(column, pa.int64(), mask=column < 0)
-        elif name in ("session", "slo"):
+        elif name in TEXTS:
             arrays[name] = pa.array(column, pa.string())
         elif name in ("prefix_hashes", "prompt_ids"):
             arrays[name] = pa.array([list(row) for row in column], pa.list_(pa.int64()))

@@ -118,7 +118,7 @@ def replay_live(
     devices = devices_of(loaded)
     costs = MeasuredCosts()
     names = TextNames()
-    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost, costs, names)
+    scheduler = scheduler_of(policy, config, loaded, trace, max_model_len, cost, costs, names)
     if config.poison and scheduler.ledger.prefix_caching:
         raise ExecutorError("--poison: freed blocks of a prefix cache may be read again; switch one of them off")
     from metrics import Recorder
@@ -162,7 +162,7 @@ def replay_live(
     finally:
         gc.unfreeze()
     facts = devices.after(engine)
-    return _finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len, facts)
+    return finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len, facts)
 
 
 class OneRank:
@@ -262,7 +262,7 @@ def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
     return replace(config, **fields)
 
 
-def _scheduler(
+def scheduler_of(
     policy: Policy,
     config: LiveConfig,
     loaded: Loaded,
@@ -272,6 +272,7 @@ def _scheduler(
     costs: MeasuredCosts,
     names: TextNames,
 ) -> Scheduler:
+    """The scheduler of a live run; its pool is sized for `trace`."""
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
@@ -315,7 +316,7 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
     return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source), loaded.spec.vocab)
 
 
-def _finish(
+def finish(
     trace: Trace,
     config: LiveConfig,
     policy: Policy,
@@ -326,6 +327,7 @@ def _finish(
     max_model_len: int,
     facts: Mapping[str, Any],
 ) -> LiveRun:
+    """The run that an engine's records make: its config and summary."""
     from metrics import summarise
     from metrics.measures.slo import parse_objectives
 
@@ -376,6 +378,7 @@ def _run_config(
         "trace": trace.facts(),
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
         "memory": _memory_facts(scheduler, runner),
+        **runner.routed.facts(),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,

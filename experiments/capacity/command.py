@@ -45,6 +45,8 @@ def capacity(
     model: Annotated[str, typer.Option(help="Model.")] = "llama-3.1-8b",
     tp: Annotated[int, typer.Option(help="Tensor-parallel devices per stage.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks of a replica.")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="Whole experts on each of the tp x dp devices.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of a replay or knob, as max_num_seqs=64; repeatable.")
     ] = None,
@@ -99,6 +101,7 @@ def capacity(
         if values
     }
     base: dict[str, Any] = {"model": model, "gpu": "h100", "tp": tp, "pp": pp, **_settings(settings or [])}
+    base |= {name: value for name, value, default in (("dp", dp, 1), ("ep", ep, False)) if value != default}
     if term:
         base["terms"] = terms_of(term)
     for name in base:
@@ -183,7 +186,8 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
 def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
     """What all settings share and no label says: policy, model and GPUs of a replica."""
     values = {"policy": "chunked", **base, **{name: values[0] for name, values in axes.items()}}
-    names = [name for name in ("policy", "chunk_size", "model", "gpu", "tp", "pp") if len(axes.get(name, ())) < 2]
+    told = ("policy", "chunk_size", "model", "gpu", "tp", "pp", "dp", "ep")
+    names = [name for name in told if len(axes.get(name, ())) < 2]
     policies = [str(name) for name in axes.get("policy", [values["policy"]])]
     chunked = [name for name in policies if "chunk_size" in knobs_of(policy_class(name))]
     if not chunked:

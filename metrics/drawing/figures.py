@@ -58,7 +58,7 @@ _PARTS: dict[str, dict[str, Any]] = {
 def draw_all(runs: Runs, folder: str | Path) -> list[Path]:
     """Write the figures of a replay into a folder (made if it is not there); returns the files, PDF and PNG.
 
-    Four of every run; of runs that are pipelines, three more about their bubbles (`draw_pipeline`).
+    Four of every run; of runs that are pipelines or have ranks, three more about their bubbles (`draw_pipeline`).
     """
     target = Path(folder)
     try:
@@ -76,7 +76,7 @@ def draw_all(runs: Runs, folder: str | Path) -> list[Path]:
     with house_style():
         for name, draw in figures.items():
             written += save(footnote(draw(runs), said), target, name)
-    pipelines = {label: run for label, run in runs.items() if run.column("stages", "stage").any()}
+    pipelines = {label: run for label, run in runs.items() if run.ranks > 1 or run.column("stages", "stage").any()}
     if pipelines:
         from metrics.drawing.pipeline_figures import draw_pipeline
 
@@ -278,13 +278,13 @@ def _end_s(run: RunTables) -> float:
 
 def _mean_over_bins(run: RunTables, column: str, edges: Floats) -> Floats:
     """Time average of a state column within each bin, summed over replicas; idle replicas hold nobody."""
-    replica = run.column("iterations", "replica")
+    engine = run.engines("iterations")
     start = run.column_ns("iterations", "planned_s")
     held = held_ns(run)
     values = run.column("iterations", column).astype(np.float64)
     total = np.zeros(len(edges) - 1)
-    for number in np.unique(replica):
-        rows = np.flatnonzero(replica == number)
+    for number in np.unique(engine):
+        rows = np.flatnonzero(engine == number)
         rows = rows[np.argsort(start[rows], kind="stable")]
         corners = np.stack([start[rows], start[rows] + held[rows]], axis=1).ravel() / 1e9
         area = np.cumsum(np.stack([np.zeros(len(rows)), values[rows] * held[rows] / 1e9], axis=1).ravel())

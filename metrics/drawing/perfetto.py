@@ -1,9 +1,9 @@
 """timeline.json: a run as Chrome trace events, to be opened in Perfetto (ui.perfetto.dev).
 
-A process per replica, a track per stage. A slice is one micro-batch on one stage, named by what it holds (prefill,
-decode, mixed); between them lie the bubbles, named by their largest cause, with the split in their arguments. Perfetto
-picks colours by name and ignores given ones, so the cause has to be the name. Counters show KV blocks and queue; flow
-arrows follow one request through its batches.
+A process per replica, a track per stage (of every rank, where it has several). A slice is one micro-batch on one stage,
+named by what it holds (prefill, decode, mixed); between them lie the bubbles, named by their largest cause, with the
+split in their arguments. Perfetto picks colours by name and ignores given ones, so the cause has to be the name.
+Counters show KV blocks and queue; flow arrows follow one request through its batches.
 
 Times are whole nanoseconds written as microseconds with three decimals. A slice is a begin and an end event: where one
 ends and the next begins both carry the very same number, so however a reader rounds, no slice overlaps the next.
@@ -91,20 +91,26 @@ def _replica_events(
 ) -> Iterator[str]:
     pid = s.replica + 1  # Perfetto takes process 0 for the idle process
     yield _event(ph="M", pid=pid, name="process_name", args={"name": f"replica {s.replica}"})
+    rank = f"rank {s.rank} " if run.ranks > 1 else ""
     for stage in range(s.num_stages):
-        tid = stage + 1
-        yield _event(ph="M", pid=pid, tid=tid, name="thread_name", args={"name": f"stage {stage}"})
-        yield _event(ph="M", pid=pid, tid=tid, name="thread_sort_index", args={"sort_index": stage})
+        tid = _track(s, stage)
+        yield _event(ph="M", pid=pid, tid=tid, name="thread_name", args={"name": f"{rank}stage {stage}"})
+        yield _event(ph="M", pid=pid, tid=tid, name="thread_sort_index", args={"sort_index": tid - 1})
     for stage in range(s.num_stages):
         yield from _stage_slices(run, s, gaps, stage, window, pid)
     if request is not None:
         yield from _flow(s, window, pid, request, np.flatnonzero(np.isin(s.row, followed)))
-    yield from _counters(run, s, window, pid)
+    yield from _counters(run, s, window, pid, f" ({rank.strip()})" if rank else "")
+
+
+def _track(s: Schedule, stage: int) -> int:
+    """The number of a stage's track among those of its replica; ranks have equally many stages."""
+    return s.rank * s.num_stages + stage + 1
 
 
 def _stage_slices(run: RunTables, s: Schedule, gaps: Gaps, stage: int, window: Window, pid: int) -> Iterator[str]:
     """Batches and bubbles of one stage in order of time; a reader needs them sorted to match ends with begins."""
-    tid = stage + 1
+    tid = _track(s, stage)
     own = gaps.stage == stage
     start = np.concatenate([s.start[:, stage], gaps.start[own]])
     end = np.concatenate([s.end[:, stage], gaps.end[own]])
@@ -116,7 +122,7 @@ def _stage_slices(run: RunTables, s: Schedule, gaps: Gaps, stage: int, window: W
         if position < s.num_batches:
             row = int(s.row[position])
             prefill, decodes = int(s.chunk_tokens[position]), int(s.decodes[position])
-            name = "mixed" if prefill and decodes else "prefill" if prefill else "decode"
+            name = "mixed" if prefill and decodes else "prefill" if prefill else "decode" if decodes else "dummy"
             args: dict[str, float] = {
                 "iteration": int(s.iteration[position]),
                 "prefill tokens": prefill,
@@ -135,7 +141,7 @@ def _stage_slices(run: RunTables, s: Schedule, gaps: Gaps, stage: int, window: W
 def _flow(s: Schedule, window: Window, pid: int, request: int, batches: Ints) -> Iterator[str]:
     """Arrows from stage to stage and batch to batch; each binds to the slice that begins at its moment."""
     steps = [
-        (int(s.start[batch, stage]), stage + 1)
+        (int(s.start[batch, stage]), _track(s, stage))
         for batch in batches.tolist()
         for stage in range(s.num_stages)
         if s.end[batch, stage] > s.start[batch, stage]
@@ -160,7 +166,7 @@ def _flow(s: Schedule, window: Window, pid: int, request: int, batches: Ints) ->
         )
 
 
-def _counters(run: RunTables, s: Schedule, window: Window, pid: int) -> Iterator[str]:
+def _counters(run: RunTables, s: Schedule, window: Window, pid: int, of_rank: str) -> Iterator[str]:
     """Queue, running requests and KV blocks after each plan, written when they change."""
     wanted = (s.planned >= window.start) & (s.planned < window.end)
     when, rows = s.planned[wanted], s.row[wanted]
@@ -174,7 +180,9 @@ def _counters(run: RunTables, s: Schedule, window: Window, pid: int) -> Iterator
     for name, values in series.items():
         changes: Any = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else []
         for position in np.asarray(changes, dtype=np.int64).tolist():
-            yield _event(ph="C", pid=pid, ns=int(when[position]), name=name, args={"value": int(values[position])})
+            yield _event(
+                ph="C", pid=pid, ns=int(when[position]), name=name + of_rank, args={"value": int(values[position])}
+            )
 
 
 def _iterations_of(run: RunTables, request: int) -> Ints:

@@ -55,6 +55,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
     "transfer": {"facecolor": "#CFE8EF", "hatch": "+++++"},
     "host": {"facecolor": "#E3E3E3", "hatch": "|||||"},
     "starvation": {"facecolor": "#FFFFFF", "hatch": ""},
+    "rank": {"facecolor": "#FBE9C6", "hatch": "ooo"},
 }
 _PASSES_SHOWN = 5
 
@@ -94,22 +95,23 @@ def gantt(
     replica: int | None = None,
     width_in: float = DOUBLE_COLUMN_IN,
 ) -> Figure:
-    """Stages over time in a window, runs side by side (two in a row), bubbles hatched by cause.
+    """Stages over time in a window, runs side by side (two in a row), bubbles hatched by cause; the stages of
+    every data-parallel rank.
 
     replica: whose stages; of each run, the first that ran anything unless given.
     """
     with house_style():
         columns = min(len(runs), 2) or 1
         rows = -(-len(runs) // columns) or 1
-        schedule_of = {label: _replica(label, run, replica) for label, run in runs.items()}
-        depth = max((s.num_stages for s in schedule_of.values()), default=1)
+        schedules_of = {label: _replica(label, run, replica) for label, run in runs.items()}
+        depth = max((sum(s.num_stages for s in ranks) for ranks in schedules_of.values()), default=1)
         figure, axes = new_figure(width_in, 0.75 + rows * (0.35 + 0.24 * depth), rows, columns)
         panels = list(axes.flat)
         seen: set[str] = set()
-        for ax, (label, schedule) in zip(panels, schedule_of.items()):
-            gaps = _of_replica(bubbles[label], schedule.replica)
-            shown = window or _typical(schedule, gaps)
-            seen |= _draw_stages(ax, schedule, gaps, shown)
+        for ax, (label, ranks) in zip(panels, schedules_of.items()):
+            gaps = [_of_rank(bubbles[label], schedule) for schedule in ranks]
+            shown = window or _typical(ranks[0], gaps[0])
+            seen |= _draw_ranks(ax, ranks, gaps, shown)
             ax.set_title(shown_name(label, letters_in(0.72 * width_in / columns, 8)), loc="left", pad=2)
             ax.set_xlabel(f"{'ms' if _in_ms(shown) else 's'} after {shown.start / 1e9:.3f} s")
         for ax in panels[len(runs) :]:
@@ -156,16 +158,20 @@ def request_bubble_cdf(runs: Runs, bubbles: Mapping[str, Bubbles], *, width_in: 
     return cdf_figure(samples, styles, "bubble time per request, all stages (s)", "fraction of requests", width_in)
 
 
-def _replica(label: str, run: RunTables, replica: int | None) -> Schedule:
-    for schedule in schedules(run):
-        if replica in (None, schedule.replica):
-            return schedule
+def _replica(label: str, run: RunTables, replica: int | None) -> list[Schedule]:
+    """The ranks of a replica (one without), of the first that ran anything unless it is named."""
+    found = list(schedules(run))
+    chosen = replica if replica is not None or not found else found[0].replica
+    ranks = [schedule for schedule in found if schedule.replica == chosen]
+    if ranks:
+        return ranks
     which = "replica" if replica is None else f"replica {replica}"
     raise MetricsError(f"Gantt chart: run {label!r}: found no {which} that ran anything")
 
 
-def _of_replica(bubbles: Bubbles, replica: int) -> Gaps:
-    return next(gaps for gaps in bubbles.gaps if gaps.replica == replica)
+def _of_rank(bubbles: Bubbles, schedule: Schedule) -> Gaps:
+    mine = (schedule.replica, schedule.rank)
+    return next(gaps for gaps in bubbles.gaps if (gaps.replica, gaps.rank) == mine)
 
 
 def _typical(s: Schedule, gaps: Gaps) -> Window:
@@ -192,8 +198,24 @@ def _in_ms(shown: Window) -> bool:
     return shown.end - shown.start < 2e9
 
 
-def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
-    """Draw one replica; returns which kinds and causes occur."""
+def _draw_ranks(ax: Axes, ranks: list[Schedule], gaps: list[Gaps], shown: Window) -> set[str]:
+    """Draw one replica, rank by rank; returns which kinds and causes occur."""
+    seen: set[str] = set()
+    names: list[str] = []
+    for schedule, own in zip(ranks, gaps):
+        seen |= _draw_stages(ax, schedule, own, shown, len(names))
+        prefix = f"rank {schedule.rank}" if len(ranks) > 1 else ""
+        stages = [f"stage {stage}" for stage in range(schedule.num_stages)]
+        names += [prefix] if prefix and len(stages) == 1 else [f"{prefix} {stage}".strip() for stage in stages]
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlim(0, (shown.end - shown.start) / (1e6 if _in_ms(shown) else 1e9))
+    ax.grid(visible=False)
+    return seen
+
+
+def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window, first: int) -> set[str]:
+    """Draw the stages of one rank from row `first` on."""
     unit = 1e6 if _in_ms(shown) else 1e9
     least = (shown.end - shown.start) / 500  # what is thinner than its own outline is left out
     seen = set()
@@ -210,7 +232,10 @@ def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
             return
         seen.add(name)
         ax.broken_barh(
-            np.stack([begin / unit, length / unit], axis=1).tolist(), (stage - 0.42, 0.84), linewidth=0.35, **look
+            np.stack([begin / unit, length / unit], axis=1).tolist(),
+            (first + stage - 0.42, 0.84),
+            linewidth=0.35,
+            **look,
         )
 
     for stage in range(s.num_stages):
@@ -223,10 +248,6 @@ def _draw_stages(ax: Axes, s: Schedule, gaps: Gaps, shown: Window) -> set[str]:
             bars(
                 upto[:, c] - gaps.cause_ns[own, c], upto[:, c], stage, {"edgecolor": "#555555", **_LOOKS[cause]}, cause
             )
-    ax.set_yticks(range(s.num_stages), [f"stage {stage}" for stage in range(s.num_stages)])
-    ax.set_ylim(s.num_stages - 0.5, -0.5)
-    ax.set_xlim(0, (shown.end - shown.start) / unit)
-    ax.grid(visible=False)
     return seen
 
 

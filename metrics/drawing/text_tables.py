@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metrics.measures.statistics import STATISTICS
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from metrics.measures.tenants import Tenants
     from metrics.pipelines.bubbles import Bubbles
 
 Summary = Mapping[str, Any]
@@ -35,9 +36,11 @@ _COMPARED = (
     ("pre-empted", "preemptions", -1, 8),
     ("dummy", "dummy_share", -1, 9),
     ("KV max", "kv_use_max", 0, 10),
+    ("prefix hits", "cached_share", 1, 1),
 )
 _SHARES = (
     "_share",
+    "_share_max",
     "_attainment",
     "token_budget_use",
     "kv_use_mean",
@@ -177,6 +180,32 @@ def differences_table(labels: tuple[str, str], found: Mapping[str, Mapping[str, 
     return table
 
 
+def tenant_table(label: str, tenants: Tenants, bound: float | None, *, most: int = 40) -> Table:
+    """What the tenants of one run asked for and were given; those that asked for most come first."""
+    from rich.table import Table
+
+    table = Table(title=label, title_justify="left", box=_plain_box(), show_edge=False, pad_edge=False)
+    table.add_column("tenant")
+    for heading in ("requests", "finished", "asked\ntokens", "served\ntokens", "share", "TTFT p50", "TTFT p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = tenants.table()
+    for row in rows[:most]:
+        table.add_row(
+            row["tenant"],
+            *(f"{row[name]:,.0f}" for name in ("requests", "finished", "asked_tokens", "served_tokens")),
+            f"{row['share']:.1%}",
+            *(format_value("x_s", row[name]) for name in ("ttft_s_p50", "ttft_s_p99")),
+        )
+    said = f" (VTC's bound: {bound:,.0f})" if bound is not None else ""
+    others = f"{len(rows) - most} more tenants; " if len(rows) > most else ""
+    table.caption = (
+        f"{others}an output token counts {tenants.output_weight:g}; largest difference in service while two tenants "
+        f"waited: {tenants.largest_gap():,.0f} tokens{said}; Jain's index {tenants.jain:.3f}"
+    )
+    table.caption_justify = "left"
+    return table
+
+
 def bubble_table(label: str, bubbles: Bubbles, per_request: Mapping[str, float]) -> Table:
     """Bubbles of one run: per stage and for all, the share of in-flight time that went to each cause."""
     from rich.table import Table
@@ -200,6 +229,30 @@ def bubble_table(label: str, bubbles: Bubbles, per_request: Mapping[str, float])
         + ", ".join(f"{name} {format_value('x_s', value)}" for name, value in per_request.items())
     )
     table.caption_justify = "left"
+    return table
+
+
+def rank_table(rows: Sequence[Mapping[str, Any]], *, most: int = 32) -> Table:
+    """`metrics.measures.ranks.rank_rows` as a table; of more than `most` ranks those that wait least and most."""
+    from rich.table import Table
+
+    shown = list(rows)
+    if len(shown) > most:
+        by_waiting = sorted(shown, key=lambda row: row["waiting_share"])
+        shown = [*by_waiting[: most // 2], *by_waiting[-(most // 2) :]]
+    table = Table(title="by rank", title_justify="left", box=_plain_box(), show_edge=False, pad_edge=False)
+    for heading in ("replica", "rank", "requests", "steps", "dummies", "tokens", "busy", "waits", "KV max"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in shown:
+        table.add_row(
+            *(f"{row[name]:,}" for name in ("replica", "rank", "requests", "steps", "dummy_steps", "tokens")),
+            _duration(row["busy_s"]),
+            f"{row['waiting_share']:.1%}",
+            format_value("kv_use_max", row["kv_use_max"]),
+        )
+    if len(rows) > len(shown):
+        table.caption = f"{len(rows) - len(shown)} more wait longer than the first and shorter than the last"
+        table.caption_justify = "left"
     return table
 
 

@@ -197,16 +197,16 @@ def _over_time(run: RunTables, column: str, edges: Floats) -> Floats | None:
     blocks = float(run.config.get("num_blocks") or 0)
     if column == "kv" and not blocks:
         return None
-    replica = run.column("iterations", "replica")
+    engine = run.engines("iterations")
     start, held = run.column_ns("iterations", "planned_s"), held_ns(run)
     if column == "kv":
         values = 100 * (1 - run.column("iterations", "free_blocks") / blocks)
     else:
         values = run.column("iterations", column).astype(np.float64)
     total = np.zeros(len(edges) - 1)
-    numbers = np.unique(replica)
+    numbers = np.unique(engine)
     for number in numbers:
-        rows = np.flatnonzero(replica == number)
+        rows = np.flatnonzero(engine == number)
         rows = rows[np.argsort(start[rows], kind="stable")]
         corners = np.stack([start[rows], start[rows] + held[rows]], axis=1).ravel() / 1e9
         area = np.cumsum(np.stack([np.zeros(len(rows)), values[rows] * held[rows] / 1e9], axis=1).ravel())

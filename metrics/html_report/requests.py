@@ -43,6 +43,7 @@ class _Inspector:
         names = (
             "request",
             "replica",
+            "rank",
             "prompt_tokens",
             "output_tokens",
             "status",
@@ -61,14 +62,15 @@ class _Inspector:
         self.end_ns = run.column_ns("iterations", "end_s")
         self.start_ns = run.column_ns("iterations", "start_s")
         self.planned_ns = run.column_ns("iterations", "planned_s")
-        self.order = np.lexsort((self.end_ns, self.iteration["replica"]))
+        self.engine = run.engines("iterations")
+        self.engine_of_request = run.engines("requests")
+        self.order = np.lexsort((self.end_ns, self.engine))
         self.chunks = run.chunks()
         self.chunk_order = np.argsort(self.chunks["request"], kind="stable")
         self.chunk_request = self.chunks["request"][self.chunk_order]
         self.chunk_of_row = np.searchsorted(self.chunks["row"], np.arange(len(self.end_ns) + 1))
-        self.by_replica = {
-            int(replica): self.order[self.iteration["replica"][self.order] == replica]
-            for replica in np.unique(self.iteration["replica"])
+        self.by_engine = {
+            int(engine): self.order[self.engine[self.order] == engine] for engine in np.unique(self.engine)
         }
 
     def chosen(self) -> Ints:
@@ -219,7 +221,7 @@ class _Inspector:
 
     def _between(self, row: int, from_ns: int, to_ns: int) -> Ints:
         """Iterations of the request's replica that ended in (from, to], in order."""
-        rows = self.by_replica.get(int(self.columns["replica"][row]), np.empty(0, np.int64))
+        rows = self.by_engine.get(int(self.engine_of_request[row]), np.empty(0, np.int64))
         ends = self.end_ns[rows]
         low, high = np.searchsorted(ends, [from_ns, to_ns], "right")
         return np.asarray(rows[low:high])

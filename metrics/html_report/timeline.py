@@ -26,7 +26,7 @@ class Slice(NamedTuple):
 
 
 def timeline_of(run: RunTables, window: Slice | None) -> dict[str, Any]:
-    """Lanes (one per replica and stage) with their batches and bubbles, and which part of the run they are.
+    """Lanes (one per replica, rank and stage) with their batches and bubbles, and which part of the run they are.
 
     Columns of a lane: batch starts (microseconds since the one before) and durations, for the batches from `first` on;
     bubbles the same way with the cause's index. `batches`: iteration, prefill tokens, decodes, dummy tokens, context of
@@ -59,6 +59,7 @@ def timeline_of(run: RunTables, window: Slice | None) -> dict[str, Any]:
         "run_s": [run_start / 1e9, run_end / 1e9],
         "whole": start <= run_start and end >= run_end,
         "causes": [{"key": key, "name": CAUSE_NAMES[key]} for key in CAUSES],
+        "ranks": run.ranks,
         "bubble_share": bubbles.share,
         "cause_shares": bubbles.cause_shares,
     }
@@ -103,6 +104,7 @@ def _lane(
     bubble_end = (gaps.end[own] - start_ns) // 1000
     return {
         "replica": schedule.replica,
+        "rank": schedule.rank,
         "stage": stage,
         "first": first,
         "at": np.diff(begin, prepend=0).tolist(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-CAUSES = ("pb1", "pb2", "pb3", "stage_split", "fill_drain", "transfer", "host", "starvation")
-PB1, PB2, PB3, STAGE_SPLIT, FILL_DRAIN, TRANSFER, HOST, STARVATION = range(len(CAUSES))
+CAUSES = ("pb1", "pb2", "pb3", "stage_split", "fill_drain", "transfer", "host", "starvation", "rank")
+PB1, PB2, PB3, STAGE_SPLIT, FILL_DRAIN, TRANSFER, HOST, STARVATION, RANK = range(len(CAUSES))
 
 CAUSE_NAMES = {
     "pb1": "PB1: prefill tokens differ",
@@ -14,4 +14,5 @@ CAUSE_NAMES = {
     "transfer": "transfer",
     "host": "host",
     "starvation": "starvation",
+    "rank": "waiting for a rank",
 }

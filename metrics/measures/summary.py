@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from metrics.measures.latencies import own_latencies
 from metrics.measures.memory_keys import memory_summary
+from metrics.measures.ranks import met_ns, rank_summary
 from metrics.measures.replica_presence import Presence, fleet, stage_seconds
 from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
+from metrics.measures.tenants import tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
@@ -115,6 +117,8 @@ class _Whole:
                 model_bytes if model_bytes is not None else config.get("model_bytes"),
             ),
             **_bubbles(run),
+            **tenant_summary(run),
+            **rank_summary(run),
         }
 
     def summary_of(self, rows: Ints, tokens: TokenTimes, slo: str | Mapping[str, str] | None) -> dict[str, Any]:
@@ -319,6 +323,10 @@ def _iterations(
         inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
     )
+    experts = column("activated_experts")
+    known = experts[~np.isnan(experts)]
+    found["activated_experts_mean"] = float(known.mean()) if len(known) else None
+    found["activated_experts_max"] = float(known.max()) if len(known) else None
     for name in ("running", "waiting"):
         found[f"{name}_mean"] = _ratio(float((column(name) * held).sum()), float(held.sum()))
         found[f"{name}_max"] = int(np.max(column(name), initial=0))
@@ -330,8 +338,8 @@ def _iterations(
 
 
 def _bubbles(run: RunTables) -> dict[str, float]:
-    """Of the whole run: a bubble has no warm-up. A single stage has none worth the name."""
-    if not np.any(run.column("stages", "stage")):
+    """Of the whole run: a bubble has no warm-up. A single stage that waits for no rank has none worth the name."""
+    if not np.any(run.column("stages", "stage")) and not _steps_together(run):
         return {}
     from metrics.pipelines.bubbles import find_bubbles
 
@@ -341,6 +349,18 @@ def _bubbles(run: RunTables) -> dict[str, float]:
         **{f"bubble_share_{cause}": share for cause, share in found.cause_shares.items()},
         "lost_device_s": found.lost_device_s,
     }
+
+
+def _steps_together(run: RunTables) -> bool:
+    """Whether ranks of a replica share their steps."""
+    if run.ranks == 1:
+        return False
+    pools = run.config.get("pools")
+    if isinstance(pools, list) and any("ranks_step_together" in pool for pool in pools):
+        return any(pool.get("ranks_step_together") for pool in pools)
+    met = met_ns(run)
+    own = run.column_ns("iterations", "start_s") + run.column_ns("iterations", "device_s")
+    return met is not None and bool((met > own).any())
 
 
 def _objectives(

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Work = Mapping[str, float] | Floats | Callable[[RunTables], Floats]
 
 WORK_FEATURES = {
-    "iteration": "1 (weights are read once per iteration)",
+    "iteration": "1 (weights are read once per iteration; 0 for a rank's dummy step)",
     "token": "prefill and decode tokens (linear layers; keys and values written)",
     "sampled": "rows through the output head",
     "pair": "query-key pairs that causal attention visits: tokens x prefix + tokens (tokens + 1) / 2 of a chunk, "
@@ -91,9 +91,10 @@ def work_features(run: RunTables) -> dict[str, Floats]:
 
     decodes = run.column("iterations", "decodes")
     decode_context = run.column("iterations", "decode_context_total") + decodes
+    useful = run.column("iterations", "chunk_tokens") + decodes.astype(np.float64)
     return {
-        "iteration": np.ones(rows),
-        "token": run.column("iterations", "chunk_tokens") + decodes.astype(np.float64),
+        "iteration": (useful > 0).astype(np.float64),
+        "token": useful,
         "sampled": run.column("iterations", "sampled").astype(np.float64),
         "pair": per_iteration(tokens * prefix + tokens * (tokens + 1) / 2) + decode_context,
         "context": per_iteration(prefix + tokens) + decode_context,

@@ -16,11 +16,12 @@ explains as many idle stages as it counts, and an idle stage is charged to the t
   them for pure batches; the rule for hybrid ones is ours. Where this very stage is slower for y than y's fastest
   stage, the layers are dealt unevenly: that part is *stage_split*, in proportion (time of x - time of y on this stage)
   : (time of y here - time of y on its fastest stage), negative ones being 0;
-- a missing batch: *starvation*, nothing was free to be scheduled.
+- a missing batch: *starvation*, nothing was free to be scheduled;
+- a batch that is done while another data-parallel rank still works on the same step: *rank*, and nothing else.
 
-Two rules come first. While no stage computes at all, all idle time is transfer and host. A stage that has not yet seen
-its first batch since the replica was empty, or has seen its last before it becomes empty, has *fill_drain*, provided
-that the pipeline becomes full in between; a pipeline that never does is starving.
+Two rules come first. While no stage computes at all, all idle time is transfer, host and rank. A stage that has not yet
+seen its first batch since the replica was empty, or has seen its last before it becomes empty, has *fill_drain*,
+provided that the pipeline becomes full in between; a pipeline that never does is starving.
 
 A simulator may plan a batch when a slot becomes free, or only when stage 0 does. Both are treated alike: a batch
 planned the moment stage 0 became free counts as queued there from the moment when it had a free slot and at least one
@@ -35,7 +36,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.measures.bubble_causes import CAUSES, FILL_DRAIN, HOST, PB1, PB2, PB3, STAGE_SPLIT, STARVATION, TRANSFER
+from metrics.measures.bubble_causes import (
+    CAUSES,
+    FILL_DRAIN,
+    HOST,
+    PB1,
+    PB2,
+    PB3,
+    RANK,
+    STAGE_SPLIT,
+    STARVATION,
+    TRANSFER,
+)
 from metrics.measures.replica_presence import devices_per_stage, fleet
 from metrics.pipelines.stage_schedule import Schedule, schedules
 from metrics.run_folder.tables import RunTables
@@ -50,7 +62,7 @@ _BLOCK = 8_192
 
 @dataclass(frozen=True)
 class Gaps:
-    """The bubbles of one replica. cause_ns: [gaps, causes], each row summing exactly to end - start.
+    """The bubbles of one replica, or of one rank of it. cause_ns: [gaps, causes]; rows sum exactly to end - start.
 
     batch: index (in plan order) of the batch that ended the bubble, -1 if the replica became empty instead.
     """
@@ -61,6 +73,7 @@ class Gaps:
     end: Ints
     batch: Ints
     cause_ns: Ints
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ def _replica_gaps(s: Schedule) -> tuple[Gaps, int]:
         cause_ns[inside] = _split_by_cause(
             s.part(part), queued_from[part], start[inside], end[inside], at_edge[inside], edges
         )
-    return Gaps(s.replica, stage, start, end, batch, cause_ns), int((closed - opened).sum())
+    return Gaps(s.replica, stage, start, end, batch, cause_ns, s.rank), int((closed - opened).sum())
 
 
 def _queued_from(s: Schedule) -> Ints:
@@ -244,7 +257,8 @@ def _split_by_cause(
     sweep.add(edges, *edge_gaps)
     with_host = np.minimum(s.planned + s.host_before, s.start[:, 0])
     sweep.add(HOST, s.planned, with_host)
-    sweep.add(HOST, s.end[:, -1], s.done)
+    sweep.add(RANK, s.end[:, -1], s.met)
+    sweep.add(HOST, s.met, s.done)
     arrived = s.end[:, :-1] + s.send[:, :-1]
     sweep.add(TRANSFER, s.end[:, :-1].ravel(), np.minimum(arrived, s.start[:, 1:]).ravel())
     for stage in range(s.num_stages):
@@ -263,8 +277,9 @@ def _split_by_cause(
     units = counts[:n] + ahead * kept
     missing = np.maximum(s.num_stages - counts[in_flight], 0)
     units[STARVATION] = np.maximum(missing - counts[edges], 0)
-    nobody = (counts[computing] == 0) & (units[HOST] + units[TRANSFER] > 0)
-    units[:, nobody] *= np.isin(np.arange(n), (HOST, TRANSFER))[:, None]
+    units[:, units[RANK] > 0] *= (np.arange(n) == RANK)[:, None]
+    nobody = (counts[computing] == 0) & (units[HOST] + units[TRANSFER] + units[RANK] > 0)
+    units[:, nobody] *= np.isin(np.arange(n), (HOST, TRANSFER, RANK))[:, None]
     explained = units.sum(axis=0)
     units[STARVATION] += explained == 0
     shares = units / np.maximum(units.sum(axis=0), 1e-300)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from metrics.measures.ranks import met_ns
 from metrics.measures.token_times import cohort_rows
 from metrics.run_folder.columns import MetricsError
 from metrics.run_folder.tables import RunTables
@@ -21,11 +22,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One replica. start, end, send: [batches, stages] in ns; the others have one entry per batch, in plan order.
+    """One replica, or one rank of it. start, end, send: [batches, stages] in ns; the others have one entry per batch.
+
+    Batches are in plan order.
 
     row: the batch's row in the table of iterations. ready: the first moment when one of its requests was free to be
     scheduled (0 if nothing is known of them); planned: it was planned; host_before: host time before stage 0; done: its
-    tokens were delivered. send is 0 on the last stage.
+    tokens were delivered. send is 0 on the last stage. met: every rank of the same step was done with it; the end of
+    the last stage where ranks do not step together.
     """
 
     replica: int
@@ -40,6 +44,8 @@ class Schedule:
     send: Ints
     chunk_tokens: Ints
     decodes: Ints
+    met: Ints
+    rank: int = 0
 
     @property
     def num_batches(self) -> int:
@@ -51,38 +57,41 @@ class Schedule:
 
     def part(self, batches: slice) -> Schedule:
         """The same schedule with some of its batches."""
-        columns = {
-            column.name: getattr(self, column.name)[batches] for column in fields(self) if column.name != "replica"
-        }
+        names = [column.name for column in fields(self) if column.name not in ("replica", "rank")]
+        columns = {name: getattr(self, name)[batches] for name in names}
         return replace(self, **columns)
 
 
 def schedules(run: RunTables) -> Iterator[Schedule]:
-    """The schedule of each replica that ran anything, in order. MetricsError if the tables contradict each other."""
-    replica = run.column("iterations", "replica")
+    """The schedule of each replica (of each of its ranks) that ran anything, in order. MetricsError if the tables
+    contradict each other."""
+    engine = run.engines("iterations")
     iteration = run.column("iterations", "iteration")
     times = {name: run.column_ns("iterations", f"{name}_s") for name in ("planned", "start", "end", "host_before")}
     tokens = {name: run.column("iterations", name).astype(np.int64) for name in ("chunk_tokens", "decodes")}
-    stage_columns = {name: run.column("stages", name) for name in ("replica", "stage", "iteration")}
+    stage_columns = {name: run.column("stages", name) for name in ("stage", "iteration")}
+    stage_columns["engine"] = run.engines("stages")
     stage_times = {name: run.column_ns("stages", f"{name}_s") for name in ("start", "end", "send")}
     ready = _ready(run, times["end"])
-    by_stage = np.lexsort((stage_columns["stage"], stage_columns["iteration"], stage_columns["replica"]))
-    for number in np.unique(replica).tolist():
-        rows = np.flatnonzero(replica == number)
+    by_stage = np.lexsort((stage_columns["stage"], stage_columns["iteration"], stage_columns["engine"]))
+    met = met_ns(run)
+    for number in np.unique(engine).tolist():
+        rows = np.flatnonzero(engine == number)
         rows = rows[np.argsort(iteration[rows], kind="stable")]
-        own = by_stage[stage_columns["replica"][by_stage] == number]
+        own = by_stage[stage_columns["engine"][by_stage] == number]
+        replica, rank = divmod(number, run.ranks)
         num_stages = int(stage_columns["stage"][own].max(initial=-1)) + 1
         expected = (np.repeat(iteration[rows], num_stages), np.tile(np.arange(num_stages), len(rows)))
         found = (stage_columns["iteration"][own], stage_columns["stage"][own])
         if not num_stages or not all(np.array_equal(a, b) for a, b in zip(expected, found)):
             raise MetricsError(
-                f"stages: replica {number}: found {len(own)} rows for {len(rows)} iterations, "
+                f"stages: replica {replica}: found {len(own)} rows for {len(rows)} iterations, "
                 f"expected each iteration once on each of {max(num_stages, 1)} stages"
             )
         start, end, send = (stage_times[name][own].reshape(-1, num_stages) for name in ("start", "end", "send"))
-        _check_order(number, start, end)
+        _check_order(replica, start, end)
         yield Schedule(
-            number,
+            replica,
             rows,
             iteration[rows],
             ready[rows],
@@ -94,6 +103,8 @@ def schedules(run: RunTables) -> Iterator[Schedule]:
             send,
             tokens["chunk_tokens"][rows],
             tokens["decodes"][rows],
+            end[:, -1] if met is None else met[rows],
+            rank,
         )
 
 

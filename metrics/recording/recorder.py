@@ -83,7 +83,7 @@ class Recorder:
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        self._ended = Ended([], [], {}, {}, {}, {})
+        self._ended = Ended([], [], {}, {}, {}, {}, {}, {})
         self._requests, self._segments = self._ended.rows, self._ended.segments
         self._request_parts: list[tuple[bytes, NDArray[np.int64]]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
@@ -111,6 +111,7 @@ class Recorder:
         wall_s: float = _NAN,
         cpu_s: float = _NAN,
         stages: Sequence[tuple[Ns, Ns, Ns]] = (),
+        activated_experts: float = _NAN,
     ) -> None:
         """One completed batch. All columns of iterations.parquet; see `metrics.run_folder.columns.ITERATIONS`.
 
@@ -120,7 +121,7 @@ class Recorder:
         """
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if wall_s == wall_s or cpu_s == cpu_s:
-            self._plain.measured.append((self._rows, wall_s, cpu_s))
+            self._plain.measured.append((self._rows, wall_s, cpu_s, activated_experts))
         self.row(
             pack_row(
                 replica,
@@ -283,7 +284,7 @@ class Recorder:
         """
         if status not in _STATUS_CODES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
-        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
+        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo, tenant, program, _ = request
         self._requests.append(
             _pack_request(
                 row,
@@ -309,6 +310,10 @@ class Recorder:
             self._ended.sessions[row] = session
         if slo is not None:
             self._ended.slos[row] = slo
+        if tenant is not None:
+            self._ended.tenants[row] = tenant
+        if program is not None and program != session:
+            self._ended.programs[row] = program
         if segment_replicas is not None:
             self._ended.segment_replicas[row] = segment_replicas
         if len(self._requests) >= self.part_rows:

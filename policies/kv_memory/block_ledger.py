@@ -51,8 +51,9 @@ class BlockLedger(KVLedger):
         self.total_blocks = self.free_blocks = total_blocks
         self.prefix_caching = prefix_caching
         self.free_order = free_order
-        self.longest = longest
-        self.slots = total_blocks // max(1, self.blocks_for(longest))
+        # A slot is never longer than the pool: what does not fit there never runs.
+        self.longest = min(longest, total_blocks * block_size)
+        self.slots = total_blocks // max(1, self.blocks_for(self.longest))
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, total_blocks + 1))
         self._drops_last_hit = drops_last_hit
         self._users = [0] * (total_blocks + 1)

@@ -122,8 +122,9 @@ class CountingLedger(KVLedger):
         self.block_size = block_size
         self.total_blocks = total_blocks
         self.free_blocks = total_blocks
-        self.longest = longest
-        self.slots = total_blocks // max(1, self.blocks_for(longest))
+        # A slot is never longer than the pool: what does not fit there never runs.
+        self.longest = min(longest, total_blocks * block_size)
+        self.slots = total_blocks // max(1, self.blocks_for(self.longest))
 
     def cached_tokens(self, track: Track) -> int:
         return track.computed

@@ -54,6 +54,7 @@ class Roster(Lockstep):
         track = self.enter(request, now_ns, ends_after, computed, produced)
         if track.status == "waiting":
             track.hands_over = hands_over
+            self.announce(track)
             self.queues.enqueue(track)
         return track
 
@@ -207,7 +208,16 @@ class Roster(Lockstep):
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - kept - unplanned
+        self.announce(track)
         queues.enqueue_in_front(track)
+
+    def announce(self, track: Track) -> None:
+        """Tell a policy that remembers who is about to join the queue."""
+        stateful = self.stateful
+        if stateful is not None:
+            if self.served:
+                self._tell_of_service()
+            stateful.queued(self.state, self.queues, track)
 
     def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
         """Let the policy write on a draft."""

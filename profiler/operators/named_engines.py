@@ -191,6 +191,10 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "max_num_seqs": "--max-num-seqs",
         "memory": "--gpu-memory-utilization",
         "long_prefill": "--long-prefill-token-threshold",
+        "tp": "--tensor-parallel-size",
+        "pp": "--pipeline-parallel-size",
+        "dp": "--data-parallel-size",
+        "ep": "--enable-expert-parallel",
     },
     "trtllm": {
         "token_budget": "--max_num_tokens",
@@ -209,7 +213,8 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
 def engine_flags(name: str, settings: Mapping[str, int | float]) -> str:
     """Settings as flags of an engine's server; vLLM's where the engine is none of the table's own.
 
-    settings: by the keys of FLAGS; what an engine has no flag for is left out.
+    settings: by the keys of FLAGS; what an engine has no flag for is left out. A switch that is on stands alone.
     """
     spelled = FLAGS.get(name.partition(":")[0], FLAGS["vllm"])
-    return " ".join(f"{spelled[key]} {value}" for key, value in settings.items() if key in spelled)
+    known = [(spelled[key], value) for key, value in settings.items() if key in spelled]
+    return " ".join(flag if value is True else f"{flag} {value}" for flag, value in known)

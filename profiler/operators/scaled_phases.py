@@ -31,8 +31,13 @@ class ScaledPhases:
         if name == "perturbed":
             draw = self.cost.perturbed  # type: ignore[attr-defined]
             return lambda seed: ScaledPhases(draw(seed), self.prefill, self.decode)
-        if name in ("aftermath", "layer_split"):
+        if name in ("aftermath", "layer_split", "ranks", "graph_rows"):
             return getattr(self.cost, name)
+        if name == "ranks_ns":
+            together = self.cost.ranks_ns  # type: ignore[attr-defined]
+            return lambda shapes: [
+                int(ns * self._scale(shape) + 0.5) for ns, shape in zip(together(shapes), shapes, strict=True)
+            ]
         raise AttributeError(name)
 
     def _scale(self, shape: BatchShape) -> float:

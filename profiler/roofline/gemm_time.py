@@ -17,19 +17,28 @@ SPLITS_OF_K = (1, 2, 4, 8)
 
 
 def gemm_ns(
-    gemm: Gemm, rows: Floats, hardware: Hardware, constants: RooflineConstants, dtype: str, activation: int, tile: int
+    gemm: Gemm,
+    rows: Floats,
+    hardware: Hardware,
+    constants: RooflineConstants,
+    dtype: str,
+    activation: int,
+    tile: int,
+    weight: float | None = None,
 ) -> Floats:
     """One GEMM: the slower of its bytes and its waves of output tiles; K may be split where that fills waves better.
 
     A wave is one tile of `tile` x 128 outputs on every SM; a wave that is not full takes as long as a full one.
-    activation: bytes of an output element.
+    dtype: in which products are made. activation: bytes of an output element. weight: of a weight with its scales, as
+    wide as the products by default.
     """
     flops_per_ns = hardware.peak(dtype) * constants.matmul_efficiency / 1e9
     bytes_per_ns = hardware.memory_bandwidth * constants.memory_efficiency / 1e9
     tiles = np.ceil(rows / tile) * -(-gemm.n // TILE_N)
     wave_ns = 2.0 * tile * TILE_N * gemm.k * hardware.sms / flops_per_ns
-    weight = dtype_bytes(dtype)
-    moved = gemm.n * gemm.k * weight + rows * (gemm.k * min(weight, activation) + gemm.n * activation)
+    inputs = min(dtype_bytes(dtype), activation)
+    weight = dtype_bytes(dtype) if weight is None else weight
+    moved = gemm.n * gemm.k * weight + rows * (gemm.k * inputs + gemm.n * activation)
     candidates = []
     for split in SPLITS_OF_K:
         waves_ns = np.ceil(tiles * split / hardware.sms) * (wave_ns / split)

@@ -19,13 +19,15 @@ import numpy as np
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.errors import ProfileError
+from profiler.experts.rank_steps import RankSteps
 from profiler.roofline.constants import RooflineConstants
 from profiler.roofline.row_table import RowTable
 from profiler.roofline.row_terms import RowTerms
-from profiler.specs.dtypes import canonical_dtype, dtype_bytes
+from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.hardware import Hardware
 from profiler.specs.layer_split import check_split, split_layers
-from profiler.specs.model_spec import ModelSpec
+from profiler.specs.model_spec import AttentionKind, ModelSpec, attended
+from profiler.specs.parallel_layout import ParallelLayout
 from profiler.specs.shape_columns import Column, ShapeColumns, attended_pairs
 
 
@@ -63,28 +65,32 @@ class Roofline:
         kv_dtype: str = "auto",
         tp: int = 1,
         pp: int = 1,
+        layout: ParallelLayout | None = None,
         layer_split: Sequence[int] | None = None,
         tile: int = 128,
         pipeline_link: Literal["link", "network"] = "link",
         constants: RooflineConstants | None = None,
     ) -> None:
-        model.check_tp(tp)
+        model, self.activation_dtype = model.served_as(dtype)
+        self.layout = layout or ParallelLayout(tp)
+        self.layout.check(model)
         self.model, self.hardware, self.tp, self.tile = model, hardware, tp, tile
-        self.dtype = canonical_dtype(dtype)
-        self.activation_dtype = self.dtype if dtype_bytes(self.dtype) >= 2 else "bfloat16"
-        self.kv_dtype = self.activation_dtype if kv_dtype == "auto" else canonical_dtype(kv_dtype)
+        self.dtype = model.weight_format or self.activation_dtype
+        self.kv_dtype = model.kv_dtype(self.activation_dtype, kv_dtype)
+        self.ranks = self.layout.dp if model.experts else 1
         self.layer_split = tuple(layer_split) if layer_split is not None else split_layers(model.layers, pp)
         check_split(self.layer_split, model.layers, pp)
         if tile < 1:
             raise ProfileError(f"tile: found {tile}, expected at least 1")
         self.stages = pp
         self.constants = constants or RooflineConstants()
-        self.name = f"roofline {model.name} {hardware.name} tp{tp}{f' pp{pp}' if pp > 1 else ''} {self.dtype}"
+        stages = f" pp{pp}" if pp > 1 else ""
+        self.name = f"roofline {model.name} {hardware.name} tp{tp}{stages}{self.layout.words(model)} {self.dtype}"
         self._prepare(pipeline_link)
 
     def _prepare(self, pipeline_link: str) -> None:
         c, model, hardware = self.constants, self.model, self.hardware
-        self._terms = RowTerms(model, hardware, c, self.tp, self.tile, self.dtype, self.activation_dtype)
+        self._terms = RowTerms(model, hardware, c, self.layout, self.tile, self.activation_dtype)
         if pipeline_link not in ("link", "network"):
             raise ProfileError(f"pipeline_link: found {pipeline_link!r}, expected 'link' or 'network'")
         send = hardware.link_bandwidth if pipeline_link == "link" else hardware.network_bandwidth
@@ -95,27 +101,48 @@ class Roofline:
         self._send_ns_per_row = model.hidden * dtype_bytes(self.activation_dtype) / (send * c.link_efficiency / 1e9)
 
         attention_flops_per_ns = hardware.peak(self.activation_dtype) * c.attention_efficiency / 1e9
-        pair = 2.0 * (model.q_size // self.tp) / attention_flops_per_ns
         kv_bytes_per_ns = hardware.memory_bandwidth * c.kv_efficiency / 1e9
-        kv = model.kv_bytes_per_token(self.kv_dtype, self.tp, layers=1) / kv_bytes_per_ns
+        first, width = model.attention_kinds[0], dtype_bytes(self.kv_dtype)
+        pair = first.pair_flops / 2.0 / self.tp / attention_flops_per_ns
+        kv = _kv_elements(model, first, self.tp) * width / kv_bytes_per_ns
+        # A query of few heads waits for its keys, one of very many for its products.
+        decode = 2.0 * pair * c.attention_efficiency
+        chunk_kv = kv
+        if model.latent:
+            # Decodes are absorbed: every head attends to the compressed vector itself. Prompts unfold what they read.
+            absorbed = 2.0 * model.heads * (2 * model.kv_latent + model.rope_dim) / self.tp
+            decode = absorbed / attention_flops_per_ns * c.attention_efficiency
+            unfold = next(gemm for gemm in model.attention_gemms(self.tp) if gemm.name == "kv_up")
+            chunk_kv = max(
+                kv, 2.0 * unfold.weights / (hardware.peak(self.activation_dtype) * c.matmul_efficiency / 1e9)
+            )
         self._stages = tuple(
             _Stage(
                 layers=layers,
                 pair_ns=pair * layers,
-                chunk_kv_ns=kv * layers,
+                chunk_kv_ns=chunk_kv * layers,
                 chunk_fixed_ns=c.kernel_ns * layers + 0.5,
-                # A query of few heads waits for its keys, one of very many for its products.
-                decode_kv_ns=max(kv, 2.0 * pair * c.attention_efficiency) * layers,
+                decode_kv_ns=max(kv, decode) * layers,
                 decode_fixed_ns=2 * c.kernel_ns * layers + 0.5,  # split over the context, then combine
                 first=index == 0,
                 last=index == self.stages - 1,
             )
             for index, layers in enumerate(self.layer_split)
         )
-        self._window = model.sliding_window or 0
+        # Layers that differ in their windows or heads: each kind's share of the work of layers like the first.
+        self._windows = [
+            (
+                kind.window,
+                kind.layers / model.layers * kind.pair_flops / first.pair_flops,
+                kind.layers / model.layers * _kv_elements(model, kind, self.tp) / _kv_elements(model, first, self.tp),
+            )
+            for kind in model.attention_kinds
+        ]
+        self._differ = len(self._windows) > 1 or bool(first.window)
         self._before_ns = [int(c.host_before_ns + n * c.host_before_per_sequence_ns + 0.5) for n in range(1025)]
         self._after_ns = [int(c.host_after_ns + n * c.host_after_per_sample_ns + 0.5) for n in range(1025)]
         self._rows = [RowTable(partial(self._row_terms, stage), 512) for stage in range(self.stages)]
+        self._shared = RowTable(partial(self._terms.together, layers=model.layers), 64)
         self._rows_ns: list[list[int]] = [table.ns for table in self._rows]
         self._sampled = RowTable(self._terms.sampled, 64)
         self._sampled_ns: list[int] = self._sampled.ns
@@ -124,7 +151,11 @@ class Roofline:
 
     def _row_terms(self, stage: int, rows: Column) -> dict[str, Column]:
         facts = self._stages[stage]
-        return self._terms.rows(rows, facts.layers, first=facts.first)
+        own = self._terms.rows(rows, facts.layers, first=facts.first)
+        together = self._terms.together(rows * self.ranks, facts.layers) if self.model.experts else {}
+        for name, ns in together.items():
+            own[name] = own[name] + ns if name in own else ns
+        return own
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
 
@@ -142,10 +173,11 @@ class Roofline:
         chunks, rows, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[stage]
         ns = 0
+        pairs: float
+        kv: float
         if rows:
-            if self._window:
-                context = min(context, rows * self._window)
-            ns = int((context + 2 * rows) * facts[4] + facts[5])
+            touched = self._decode_kv(rows, context) if self._differ else context + 2 * rows
+            ns = int(touched * facts[4] + facts[5])
         rows += dummy
         if chunks:
             pairs = kv = 0
@@ -153,7 +185,7 @@ class Roofline:
                 rows += tokens
                 pairs += tokens * (2 * prefix + tokens + 1)
                 kv += prefix + 2 * tokens
-            if self._window:
+            if self._differ:
                 pairs, kv = self._chunk_work(chunks)
             compute, moved = pairs * facts[1], kv * facts[2]
             ns += int((compute if compute > moved else moved) + facts[3])
@@ -169,14 +201,15 @@ class Roofline:
         chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         facts = self._stages[0]
         ns = 0
+        pairs: float
+        kv: float
         rows = decodes
         if decodes:
-            if self._window:
-                context = min(context, decodes * self._window)
-            ns = int((context + 2 * decodes) * facts[4] + facts[5])
+            touched = self._decode_kv(decodes, context) if self._differ else context + 2 * decodes
+            ns = int(touched * facts[4] + facts[5])
         rows += dummy
         if chunks:
-            if len(chunks) == 1 and not self._window:
+            if len(chunks) == 1 and not self._differ:
                 tokens, prefix = chunks[0]
                 rows += tokens
                 pairs = tokens * (2 * prefix + tokens + 1)
@@ -204,7 +237,7 @@ class Roofline:
 
     def repeat_terms(self, shape: BatchShape) -> tuple[int, int, float, float, Ns] | None:
         """`profiler.cost_model.QuickCostModel`: only contexts grow, and their term is a straight line, truncated."""
-        if self._window:
+        if self._differ:
             return None
         decodes = shape[1]
         facts = self._stages[0]
@@ -215,10 +248,8 @@ class Roofline:
         """(stage_ns, send_ns) of every stage: what they share is worked out once."""
         chunks, decodes, context, _, dummy, sampled, executed, _, _, _ = shape
         rows = decodes + dummy
-        if decodes and self._window:
-            context = min(context, decodes * self._window)
-        touched = context + 2 * decodes
-        pairs = kv = 0
+        touched = self._decode_kv(decodes, context) if self._differ else context + 2 * decodes
+        pairs = kv = 0.0
         if chunks:
             rows += sum([chunk[0] for chunk in chunks])
             pairs, kv = self._chunk_work(chunks)
@@ -278,8 +309,12 @@ class Roofline:
         ns = ns + np.where(columns.decodes > 0, decoded, 0)
         if len(columns.chunk_tokens):
             tokens, prefix = columns.chunk_tokens, columns.chunk_prefix
-            pairs = columns.per_batch(2 * attended_pairs(tokens, prefix, self.model.sliding_window))
-            kv = columns.per_batch(self._seen(prefix) + 2 * tokens)
+            pairs: Any = 0
+            kv: Any = 0
+            for window, of_pairs, of_kv in self._windows:
+                seen = np.minimum(prefix, window) if window else prefix
+                pairs = pairs + of_pairs * columns.per_batch(2 * attended_pairs(tokens, prefix, window or None))
+                kv = kv + of_kv * columns.per_batch(seen + 2 * tokens)
             attention = (np.maximum(pairs * facts[1], kv * facts[2]) + facts[3]).astype(np.int64)
             ns = ns + np.where(columns.has_chunks, attention, 0)
         return ns
@@ -329,25 +364,39 @@ class Roofline:
     # --- attention work ----------------------------------------------------------------------------------------------
 
     def _decode_kv(self, decodes: Any, context: Any) -> Any:
-        """Tokens of KV that decodes touch: their contexts are read, their own token is written and read."""
-        if self._window:
-            least = np.minimum if isinstance(context, np.ndarray) else min
-            context = least(context, decodes * self._window)
-        return context + 2 * decodes
+        """Tokens of KV that decodes touch, as layers of the first kind would: their contexts are read, their own token
+        is written and read."""
+        least = np.minimum if isinstance(context, np.ndarray) else min
+        touched: Any = 0
+        for window, _, of_kv in self._windows:
+            seen = least(context, decodes * window) if window else context
+            touched = touched + of_kv * (seen + 2 * decodes)
+        return touched
 
-    def _seen(self, prefix: Column) -> Column:
-        """Prefix tokens that attention still looks at."""
-        return prefix if self.model.sliding_window is None else np.minimum(prefix, self.model.sliding_window)
-
-    def _chunk_work(self, chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """(twice the query-key pairs, KV tokens touched) of all chunks of a batch."""
-        window = self.model.sliding_window
-        if window is None:
+    def _chunk_work(self, chunks: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """(twice the query-key pairs, KV tokens touched) of all chunks of a batch, as layers of the first kind."""
+        if not self._differ:
             pairs = kv = 0
             for tokens, prefix in chunks:
                 pairs += tokens * (2 * prefix + tokens + 1)
                 kv += prefix + 2 * tokens
             return pairs, kv
-        pairs = sum(2 * self.model.attended(tokens, prefix) for tokens, prefix in chunks)
-        kv = sum(min(prefix, window) + 2 * tokens for tokens, prefix in chunks)
-        return pairs, kv
+        all_pairs = all_kv = 0.0
+        for window, of_pairs, of_kv in self._windows:
+            seen = sum([2 * attended(tokens, prefix, window) for tokens, prefix in chunks])
+            all_pairs = all_pairs + of_pairs * seen
+            all_kv = all_kv + of_kv * sum(
+                [(min(prefix, window) if window else prefix) + 2 * tokens for tokens, prefix in chunks]
+            )
+        return all_pairs, all_kv
+
+
+class RankedRoofline(RankSteps, Roofline):
+    """Of a model with experts over data-parallel ranks."""
+
+
+def _kv_elements(model: ModelSpec, kind: AttentionKind, tp: int) -> int:
+    """Elements of one token's keys and values in one layer on one device."""
+    if model.latent:
+        return model.kv_latent + model.rope_dim
+    return kind.kv_heads_per_device(tp) * (kind.head_dim + kind.value_dim)

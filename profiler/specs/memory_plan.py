@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from profiler.errors import ProfileError
-from profiler.specs.dtypes import canonical_dtype, dtype_bytes
+from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.hardware import Hardware
 from profiler.specs.layer_split import check_split, split_layers
 from profiler.specs.model_spec import ModelSpec
@@ -58,9 +58,12 @@ def plan_memory(
     hardware: Hardware,
     *,
     dtype: str = "bfloat16",
+    weight_dtype: str = "auto",
     kv_dtype: str = "auto",
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
+    ep: bool = False,
     layer_split: Sequence[int] | None = None,
     block_size: int = 16,
     utilisation: float = 0.9,
@@ -73,24 +76,28 @@ def plan_memory(
 
     utilisation: share of the device's memory that the engine may use (vLLM's gpu_memory_utilization). headroom: share
     left free (SARATHI's 20 %); given instead of utilisation, never beside it. activation_tokens: largest batch in
-    tokens; max_num_seqs: largest number of sampled rows. Raises ProfileError where not one block is left.
+    tokens; max_num_seqs: largest number of sampled rows. dp: data-parallel ranks that experts are split over besides,
+    ep: whole experts on each device. weight_dtype: `ModelSpec.served_as`. Raises ProfileError where
+    not one block is left.
     """
     share = utilisation if headroom is None else 1.0 - headroom
     if not 0 < share <= 1:
         raise ProfileError(f"memory: a usable share of {share:g} was asked for, expected above 0 and at most 1")
     if block_size < 1 or activation_tokens < 0 or max_num_seqs < 0:
         raise ProfileError("memory: block size must be at least 1, tokens and sequences at least 0")
-    dtype = canonical_dtype(dtype)
+    model, dtype = model.served_as(dtype, weight_dtype)
+    experts: dict[str, Any] = {"expert_ways": tp * dp, "whole_experts": ep} if model.experts else {}
     split = tuple(layer_split) if layer_split is not None else split_layers(model.layers, pp)
     check_split(split, model.layers, pp)
     usable = int(hardware.memory_bytes * share)
     plans = []
     for stage, layers in enumerate(split):
         first, last = stage == 0, stage == pp - 1
-        weights = model.weight_bytes(dtype, tp, layers=layers, embedding=first, head=last)
-        activations = activation_bytes(model, dtype, tp, activation_tokens, max_num_seqs if last else 0)
+        weights = model.weight_bytes(dtype, tp, layers=layers, embedding=first, head=last, **experts)
+        rows = max_num_seqs if last else 0
+        activations = activation_bytes(model, dtype, tp, activation_tokens, rows, dp=dp)
         left = usable - weights - activations - runtime_bytes
-        kv_token = model.kv_bytes_per_token(_kv_dtype(dtype, kv_dtype), tp, layers=layers)
+        kv_token = model.kv_bytes_per_token(model.kv_dtype(dtype, kv_dtype), tp, layers=layers)
         taken = weights + activations + runtime_bytes
         blocks = kv_blocks(hardware.memory_bytes, share, taken, kv_token * block_size)
         plans.append(
@@ -148,32 +155,33 @@ def slots(
         raise ProfileError(f"headroom: found {headroom:g}, expected 0 up to 1")
     split = tuple(layer_split) if layer_split is not None else split_layers(model.layers, pp)
     check_split(split, model.layers, pp)
-    dtype = canonical_dtype(dtype)
+    model, dtype = model.served_as(dtype)
     usable = hardware.memory_bytes * (1.0 - headroom)
     most = []
     for stage, layers in enumerate(split):
         weights = model.weight_bytes(dtype, tp, layers=layers, embedding=stage == 0, head=stage == pp - 1)
-        kv_token = model.kv_bytes_per_token(_kv_dtype(dtype, kv_dtype), tp, layers=layers)
+        kv_token = model.kv_bytes_per_token(model.kv_dtype(dtype, kv_dtype), tp, layers=layers)
         most.append(int(max(0.0, usable - weights) // (model.kv_tokens_held(max_tokens) * kv_token)))
     return min(most)
 
 
-def activation_bytes(model: ModelSpec, dtype: str, tp: int, tokens: int, sampled: int) -> int:
+def activation_bytes(model: ModelSpec, dtype: str, tp: int, tokens: int, sampled: int, *, dp: int = 1) -> int:
     """Peak of what is alive at once: the residual and its norm, the widest FFN pair, and the logits.
 
-    Layers reuse each other's memory, so one layer is counted; attention scores are never stored.
+    Layers reuse each other's memory, so one layer is counted; attention scores are never stored. Expert layers hold the
+    tokens of all dp ranks and the widths of each one's top_k experts.
     """
     act = max(2, dtype_bytes(dtype))
-    ffn = (2 if model.gated else 1) * model.intermediate // tp + model.intermediate // tp
-    attention = (model.q_size // tp + model.kv_heads_per_device(tp) * model.head_dim) * 2
+    matrices = 3 if model.gated else 2
+    ffn = matrices * model.intermediate // tp
+    if model.experts:
+        widest = matrices * (model.top_k * model.expert_intermediate + model.shared_intermediate) // tp
+        ffn = max(ffn if model.dense_layers else 0, widest)
+    kinds = model.attention_kinds
+    attention = max(kind.heads // tp * kind.head_dim + kind.kv_heads_per_device(tp) * kind.head_dim for kind in kinds)
+    gathered = (dp - 1) * 2 * model.hidden if model.experts else 0
     logits = sampled * model.vocab * (act + LOGIT_BYTES)
-    return tokens * (2 * model.hidden + max(ffn, attention)) * act + logits
-
-
-def _kv_dtype(dtype: str, kv_dtype: str) -> str:
-    if kv_dtype != "auto":
-        return canonical_dtype(kv_dtype)
-    return dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+    return tokens * (2 * model.hidden + max(ffn, 2 * attention) + gathered) * act + logits
 
 
 def _too_big(model: ModelSpec, hardware: Hardware, plan: MemoryPlan) -> str:

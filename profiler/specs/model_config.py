@@ -19,10 +19,11 @@ from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings import shown
 from profiler.errors import ProfileError
 from profiler.specs.model_spec import ModelSpec
-from profiler.specs.quantisation import read_quantisation
+from profiler.specs.quantisation import Quantisation, read_quantisation
 
 _FIELDS = {field.name for field in fields(ModelSpec)}
 Facts = dict[str, Any]
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def load_model_spec(name_or_path: str | Path) -> ModelSpec:
@@ -169,6 +170,12 @@ def _from_hugging_face(path: Path) -> ModelSpec:
         raise ProfileError(f"{path}: found {type(keys).__name__}, expected a JSON object")
     config = _Config(path, keys)
     family = config.text("model_type", default="")
+    if family in _TEXT_INSIDE and isinstance(inner := keys.get("text_config"), dict):
+        # A model of pictures and text: its language model is served, and what surrounds it is a small part.
+        keys = {**{key: keys[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in keys}, **inner}
+        config, family = _Config(path, keys), _TEXT_INSIDE[family]
+    if family in _REFUSED:
+        raise ProfileError(f"{path}: model_type: found {family!r}, which is not supported: {_REFUSED[family]}")
     if family not in _FAMILIES:
         raise ProfileError(f"{path}: model_type: found {family!r}, expected one of {', '.join(_FAMILIES)}")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -183,12 +190,23 @@ def _from_hugging_face(path: Path) -> ModelSpec:
     del facts["default_architecture"]
     facts["dtype"] = config.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
     _count_windows(config, facts)
-    if found := read_quantisation(str(path), keys):
-        facts["quantisation"], facts["weight_bits"] = found
+    if found := _quantisation(path, keys):
+        keys_of = ("quantisation", "weight_bits", "weight_format", "quantised", "kv_cache_dtype")
+        facts |= dict(zip(keys_of, found, strict=True))
     facts["source"] = f"Hugging Face {path.name}"
     named = config.text("_name_or_path", default="").rstrip("/").rsplit("/", 1)[-1]
     name = path.parent.name or path.parent.resolve().name or named
     return _build(name, facts, str(path))
+
+
+def _quantisation(path: Path, keys: Mapping[str, Any]) -> Quantisation | None:
+    """What the config says; or, where it says nothing, ModelOpt's own file beside it, as vLLM looks for it."""
+    beside = path.with_name("hf_quant_config.json")
+    if not any(keys.get(key) for key in ("quantization_config", "compression_config")) and beside.exists():
+        other = read_json(beside, ProfileError)
+        if isinstance(other, dict):
+            return read_quantisation(str(beside), other)
+    return read_quantisation(str(path), keys)
 
 
 def _sizes(config: _Config) -> Facts:
@@ -217,7 +235,11 @@ def _rope(config: _Config, theta: float = 10000.0) -> Facts:
     if not isinstance(new, dict) or not isinstance(old, dict):
         raise ProfileError(f"{config.path}: rope_parameters and rope_scaling: expected a JSON object or null")
     nested = [key for key, value in new.items() if isinstance(value, dict)]
-    if nested:
+    if nested and set(nested) <= set(LAYER_TYPES):
+        # Kinds of layers that differ in their frequencies alone cost the same: those of full attention are kept.
+        new = new.get("full_attention") or new[nested[0]]
+        new = {key: value for key, value in new.items() if key != "rope_type"} | {"rope_type": "default"}
+    elif nested:
         raise ProfileError(f"{config.path}: rope_parameters: {nested[0]}: one set for all layers was expected")
     scaling = dict(new or old)
     if "type" in scaling:
@@ -244,10 +266,9 @@ def _count_windows(config: _Config, facts: Facts) -> None:
         if facts.get("sliding_window") and config.text("model_type", default="").startswith("qwen"):
             facts["sliding_layers"] = layers - config.integer("max_window_layers", default=28, least=0)
         return
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise ProfileError(
-            f"{config.path}: layer_types: found {shown(kinds)}, expected {layers} entries of {' or '.join(known)}"
+            f"{config.path}: layer_types: found {shown(kinds)}, expected {layers} entries of {' or '.join(LAYER_TYPES)}"
         )
     windows = kinds.count("sliding_attention")
     if not windows:
@@ -455,6 +476,115 @@ def _qwen_experts(config: _Config, *, experts: int, top_k: int, width: int) -> F
     }
 
 
+def _minimax(config: _Config) -> Facts:
+    """MiniMax-M2: every layer has experts, as wide as `intermediate_size`; norms over all heads of queries and keys."""
+    sizes = _sizes(config)
+    rotated = config.integer("rotary_dim", default=sizes["head_dim"])
+    return {
+        **sizes,
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "max_position": config.integer("max_position_embeddings", default=196608),
+        "rotary_fraction": rotated / sizes["head_dim"],
+        "qk_norm": config.flag("use_qk_norm", True),
+        "qk_norm_whole": config.text("qk_norm_type", default="per_layer") == "per_layer",
+        "experts": config.integer("num_local_experts", "num_experts"),
+        "top_k": config.integer("num_experts_per_tok"),
+        "expert_intermediate": sizes["intermediate"],
+        "shared_intermediate": config.integer("shared_intermediate_size", default=0, least=0),
+        "router_bias": config.flag("use_routing_bias", True),
+        "default_architecture": "MiniMaxM2ForCausalLM",
+    }
+
+
+def _gpt_oss(config: _Config) -> Facts:
+    """gpt-oss: windows in every second layer, attention sinks, biases everywhere, experts as wide as the model."""
+    sizes = _sizes(config)
+    return {
+        **sizes,
+        "norm_eps": config.number("rms_norm_eps", default=1e-5),
+        "max_position": config.integer("max_position_embeddings", default=131072),
+        "sliding_window": config.integer("sliding_window", default=128),
+        "qkv_bias": config.flag("attention_bias", True),
+        "out_bias": config.flag("attention_bias", True),
+        "attention_sinks": True,
+        "experts": config.integer("num_local_experts", "num_experts", default=128),
+        "top_k": config.integer("num_experts_per_tok", "experts_per_token", default=4),
+        "expert_intermediate": sizes["intermediate"],
+        "router_bias": True,
+        "expert_bias": True,
+        "default_architecture": "GptOssForCausalLM",
+    }
+
+
+def _deepseek(config: _Config) -> Facts:
+    """DeepSeek-V2, V3, R1: latent attention; the first layers dense, then routed and shared experts."""
+    width = config.integer("moe_intermediate_size")
+    layers, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", default=0, least=0)
+    step = config.integer("moe_layer_freq", default=1)
+    nope, rope = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    sizes = _sizes(_Config(config.path, {**config.keys, "head_dim": nope + rope}))
+    return {
+        **sizes,
+        "max_position": config.integer("max_position_embeddings", default=163840),
+        "kv_latent": config.integer("kv_lora_rank"),
+        "q_latent": config.integer("q_lora_rank", default=0, least=0),
+        "rope_dim": rope,
+        "value_dim": config.integer("v_head_dim"),
+        "experts": config.integer("n_routed_experts"),
+        "top_k": config.integer("num_experts_per_tok"),
+        "expert_intermediate": width,
+        "shared_intermediate": width * config.integer("n_shared_experts", default=0, least=0),
+        "norm_topk": config.flag("norm_topk_prob", True),
+        "dense_layers": tuple(layer for layer in range(layers) if layer < first or layer % step),
+        "router_bias": config.text("topk_method", default="") == "noaux_tc",
+        "default_architecture": "DeepseekV3ForCausalLM",
+    }
+
+
+def _gemma3(config: _Config) -> Facts:
+    """Gemma 3: five layers with a window for each without, norms around attention and FFN."""
+    facts = {
+        **_sizes(config),
+        "head_dim": config.integer("head_dim", default=256),
+        "max_position": config.integer("max_position_embeddings", default=131072),
+        "activation": config.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        "tied_embeddings": config.flag("tie_word_embeddings", True),
+        "vocab": config.integer("vocab_size", default=262208),
+        "norms_per_layer": 4,
+        "qk_norm": True,
+        "sliding_window": config.integer("sliding_window", default=4096),
+        "default_architecture": "Gemma3ForCausalLM",
+    }
+    if config.keys.get("layer_types") is None:
+        step = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+        facts["sliding_layers"] = facts["layers"] - facts["layers"] // step
+    return facts
+
+
+def _gemma4(config: _Config) -> Facts:
+    """Gemma 4: layers without a window have heads of their own size, whose values are their keys; with experts, every
+    layer has a dense FFN beside them."""
+    facts = _gemma3(config)
+    facts |= {
+        "full_head_dim": config.integer("global_head_dim", default=0, least=0),
+        "full_kv_heads": config.integer("num_global_key_value_heads", default=0, least=0),
+        "full_keys_only": config.flag("attention_k_eq_v", False),
+        "default_architecture": "Gemma4ForCausalLM",
+    }
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if config.keys.get(key):
+            raise ProfileError(f"{config.path}: {key}: found {shown(config.keys[key])}, expected 0: not supported")
+    if config.flag("enable_moe_block", False):
+        facts |= {
+            "experts": config.integer("num_experts"),
+            "top_k": config.integer("top_k_experts"),
+            "expert_intermediate": config.integer("moe_intermediate_size"),
+            "shared_intermediate": facts["intermediate"],
+            "norms_per_layer": 6,
+        }
+    return facts
+
+
 _FAMILIES: dict[str, Callable[[_Config], Facts]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -466,5 +596,37 @@ _FAMILIES: dict[str, Callable[[_Config], Facts]] = {
     "mixtral": _mixtral,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "minimax_m2": _minimax,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
 }
-_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_EXPERT_FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "minimax_m2",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4_text",
+)
+_TEXT_INSIDE = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+"""Models of pictures and text: the type of the language model inside them."""
+_LINEAR = "linear attention layers keep a state instead of keys and values"
+_CHUNKED = "chunked attention, and layers without positions, are not understood"
+_REFUSED = {
+    "kimi_k2": "its 384 experts are measured on no card beside its attention",
+    "kimi_k25": "a model of pictures around Kimi-K2, whose 384 experts are measured on no card beside its attention",
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
+    "qwen3_next": _LINEAR,
+    "qwen3_5": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "deepseek_v32": "sparse attention by an indexer is not understood",
+}
+"""Families that are known and refused, and why."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from policies.work.batch import BatchShape
-from profiler.specs.dtypes import canonical_dtype, dtype_bytes
+from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.hardware import Hardware
-from profiler.specs.model_spec import ModelSpec
+from profiler.specs.model_spec import AttentionKind, ModelSpec
 from profiler.specs.shape_columns import Column, ShapeColumns, attended_pairs, within_range
 
 
@@ -19,7 +19,7 @@ def peaks(
     model: ModelSpec, hardware: Hardware, dtype: str = "bfloat16", tp: int = 1, pp: int = 1, replicas: int = 1
 ) -> dict[str, float]:
     """Peak rates of one device and the number of devices, as plain data for metrics/. The model must split over tp."""
-    model.check_tp(tp)
+    model.check_tp(tp, expert_ways=1)
     return {
         "peak_flops": hardware.peak(dtype),
         "peak_bytes_per_s": float(hardware.memory_bandwidth),
@@ -34,7 +34,7 @@ def flop_coefficients(model: ModelSpec) -> dict[str, int]:
     """
     return {
         "token": model.linear_flops_per_token(),
-        "pair": 4 * model.layers * model.q_size,
+        "pair": sum(kind.layers * kind.pair_flops for kind in model.attention_kinds),
         "sampled": model.head_flops_per_row,
     }
 
@@ -44,15 +44,11 @@ def byte_coefficients(model: ModelSpec, dtype: str = "bfloat16", kv_dtype: str =
 
     Over all devices of a replica; replicated KV heads and norms of a tensor-parallel split count once.
     """
-    weights = canonical_dtype(dtype)
-    if kv_dtype == "auto":
-        kv_dtype = weights if dtype_bytes(weights) >= 2 else "bfloat16"
-    # The embedding is looked up, not read; a tied matrix is read whole by the output head all the same.
-    read = model.params if model.tied_embeddings else model.params - model.embedding_params
-    kv_token = model.kv_bytes_per_token(kv_dtype)
+    model, dtype = model.served_as(dtype)
+    kv_token = model.kv_bytes_per_token(model.kv_dtype(dtype, kv_dtype))
     return {
-        "iteration": read * dtype_bytes(weights),
-        "token": model.hidden * dtype_bytes(weights) + kv_token,
+        "iteration": model.least_read_bytes(dtype),
+        "token": model.hidden * dtype_bytes(dtype) + kv_token,
         "context": kv_token,
     }
 
@@ -61,8 +57,8 @@ def flops_of(model: ModelSpec, shapes: object) -> Column:
     """Model FLOPs of each shape: a sequence of BatchShape, ShapeColumns, or one BatchShape (a column of one)."""
     columns = _columns(shapes)
     per = flop_coefficients(model)
-    pairs = pairs_of(model, columns)
-    return _sum("FLOPs", (per["token"], columns.tokens), (per["pair"], pairs), (per["sampled"], columns.sampled))
+    pairs = [(kind.layers * kind.pair_flops, _pairs(columns, kind.window or None)) for kind in model.attention_kinds]
+    return _sum("FLOPs", (per["token"], columns.tokens), *pairs, (per["sampled"], columns.sampled))
 
 
 def bytes_of(model: ModelSpec, shapes: object, dtype: str = "bfloat16", kv_dtype: str = "auto") -> Column:
@@ -82,20 +78,30 @@ def _sum(what: str, *terms: tuple[int, Column]) -> Column:
 
 
 def pairs_of(model: ModelSpec, columns: ShapeColumns) -> Column:
-    """Query-key pairs of each batch; a decode sees its context and itself."""
-    window = model.sliding_window
+    """Query-key pairs of each batch, in layers of the first kind; a decode sees its context and itself."""
+    return _pairs(columns, model.sliding_window)
+
+
+def _pairs(columns: ShapeColumns, window: int | None) -> Column:
     chunks = columns.per_batch(attended_pairs(columns.chunk_tokens, columns.chunk_prefix, window))
     decodes = columns.decode_context_total + columns.decodes
     return chunks + (decodes if window is None else np.minimum(decodes, columns.decodes * window))
 
 
 def kv_tokens_of(model: ModelSpec, columns: ShapeColumns) -> Column:
-    """Tokens of KV that attention reads in each batch: prefixes, contexts, and the batch's own tokens."""
-    window = model.sliding_window
-    prefix, context = columns.chunk_prefix, columns.decode_context_total
-    if window is not None:
-        prefix, context = np.minimum(prefix, window), np.minimum(context, columns.decodes * window)
-    return columns.per_batch(prefix) + context + columns.tokens
+    """Tokens of KV that attention reads in each batch, in the mean over layers: prefixes, contexts, own tokens."""
+    read = columns.tokens.astype(np.float64)
+    for kind in model.attention_kinds:
+        prefix, context = columns.chunk_prefix, columns.decode_context_total
+        if kind.window:
+            prefix, context = np.minimum(prefix, kind.window), np.minimum(context, columns.decodes * kind.window)
+        seen = columns.per_batch(prefix) + context
+        read = read + seen * (_size(model, kind) / sum(_size(model, one) for one in model.attention_kinds))
+    return np.rint(read).astype(np.int64)
+
+
+def _size(model: ModelSpec, kind: AttentionKind) -> int:
+    return kind.layers * kind.kv_heads * kind.head_dim
 
 
 def _columns(shapes: object) -> ShapeColumns:

@@ -76,7 +76,7 @@ class Arrivals:
         """The request of a row that arrives now."""
         if self._plain is not None:
             prompts, limits = self._plain
-            return _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None))
+            return _new(_Request, (row, now, prompts[row], limits[row], (), 0, None, 0, None, None, None, 0))
         request = self.trace.request(row)
         return request if request.arrival_ns == now else request._replace(arrival_ns=now)
 

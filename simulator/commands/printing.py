@@ -102,7 +102,11 @@ def print_advice(advice: Advice, out: Path | None) -> None:
     engine = load_engine(advice.config.engine)
     keys = {"max_num_batched_tokens": "token_budget", "gpu_memory_utilization": "memory"}
     keys |= {"long_prefill_token_threshold": "long_prefill"}
-    flags = engine_flags(engine.name, {keys.get(name, name): value for name, value in advice.vllm_flags.items()})
+    config = advice.config
+    parallel = {name: getattr(config, name) for name in ("tp", "pp", "dp") if getattr(config, name) > 1}
+    parallel |= {"ep": True} if config.ep else {}
+    settings = {keys.get(name, name): value for name, value in advice.vllm_flags.items()}
+    flags = engine_flags(engine.name, parallel | settings)
     served = "vLLM" if engine.name == NONE else engine.name
     console.print(
         f"with {served}, as {advice.vllm.label} above, where at most {advice.vllm.summary['running_max']:,} requests "
@@ -165,7 +169,8 @@ def print_runs(
         print(json.dumps(json_ready(next(iter(told.values())) if len(told) == 1 else told), indent=2))
         say_failures(failures)
         return
-    from metrics.drawing.text_tables import comparison_table
+    from metrics.drawing.text_tables import comparison_table, format_value, rank_table
+    from metrics.measures.ranks import rank_rows
     from simulator.studies.in_words import advice_in_words
 
     console = wide_console()
@@ -182,6 +187,12 @@ def print_runs(
         if run.summary["overloaded"]:
             words = f"overloaded: the queue grows without end (load {run.summary['load']:.2f}); latencies grow with it"
             say(f"{name}: {words}")
+    for name, run in runs.items():
+        if (ranks := rank_rows(run.tables)) and len(runs) == 1:
+            console.print(rank_table(ranks))
+        elif ranks:
+            waits = format_value("rank_waiting_share", run.summary["rank_waiting_share"])
+            say(f"{name}: ranks wait for each other {waits} of their time in steps")
     classes = _class_summaries(runs)
     if classes:
         console.print(comparison_table(classes, title="by SLO class", max_width=console.width, rivals=False))

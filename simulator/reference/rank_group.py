@@ -139,8 +139,9 @@ class RankGroup:
         return [shape._replace(executed_rows=largest) if shape.rows < largest else shape for shape in shapes]
 
     def _device_ns(self, shapes: list[BatchShape]) -> list[Ns]:
-        meet = getattr(self.cost, "ranks_ns", None)
-        return list(meet(shapes)) if meet is not None else [self.cost.stage_ns(shape) for shape in shapes]
+        if getattr(self.cost, "ranks", 1) > 1:
+            return list(self.cost.ranks_ns(shapes))  # type: ignore[attr-defined]  # as a RankedCostModel has it
+        return [self.cost.stage_ns(shape) for shape in shapes]
 
     # The way of a step
 

@@ -58,6 +58,7 @@ class Recording:
                 "inside": inside,
                 "wall_s": float("nan"),
                 "cpu_s": float("nan"),
+                "activated_experts": float("nan"),
                 "chunks": [
                     {"request": row.job.request.id, "tokens": row.tokens, "prefix": row.prefix, "samples": row.samples}
                     for row in chunks
@@ -88,6 +89,8 @@ class Recording:
                 "priority": request.priority,
                 "session": request.session,
                 "slo": request.slo,
+                "tenant": request.tenant,
+                "program": request.program if request.program != request.session else None,
             }
         )
         where = {**self._place(engine), "cohort": request.id}

@@ -43,7 +43,8 @@ def refuse(plan: Any) -> None:
     found += [f"--pool role={pool.role} (KV that moves)" for pool in plan.pools if pool.role != "serve"]
     for pool in plan.pools:
         if type(pool.engine.policy) not in PAGES:
-            found.append(f"--policy {pool.engine.config.policy} (it has a page for each built-in policy alone)")
+            why = "it has a page for each built-in policy without a state alone"
+            found.append(f"--policy {pool.engine.config.policy} ({why})")
     if found:
         raise SimulationError(f"--reference: cannot express {found[0]}; leave one of the two out")
 

@@ -95,13 +95,25 @@ class FastCosts:
         raise SimulationError(f"cost model {self.cost.name}: {method}: found {ns!r}, expected {expected} (an int)")
 
 
+def form_of_ranks(cost: CostModel) -> Callable[[list[BatchShape]], Sequence[Ns]] | None:
+    """`ranks_ns` of a cost model whose ranks meet in every step; None where they do not, or there is only one."""
+    return _of_ranks(cost, "ranks_ns", "stage_ns") if getattr(cost, "ranks", 1) > 1 else None
+
+
+def _of_ranks(cost: CostModel, name: str, *stands_for: str) -> Callable[..., Any] | None:
+    """`own_form`; ours may mix these forms in below the ones that they stand for."""
+    if type(cost).__module__.partition(".")[0] in OURS:
+        return getattr(cost, name, None)
+    return own_form(cost, name, *stands_for)
+
+
 def times_of_ranks(
     cost: CostModel,
 ) -> tuple[Callable[[list[BatchShape]], list[Ns]], Callable[[list[BatchShape], int], Any]]:
     """(`ranks_ns`, `repeat_ranks_ns`) of a cost model (`RankedCostModel`); where ranks step together although it knows
     of no exchange between them, each takes its own time."""
     fast = FastCosts(cost)
-    given = own_form(cost, "ranks_ns", "stage_ns")
+    given = form_of_ranks(cost)
     if given is None:
 
         def each_by_itself(shapes: list[BatchShape]) -> list[Ns]:
@@ -123,7 +135,7 @@ def times_of_ranks(
             raise SimulationError(f"cost model {cost.name}: ranks_ns: found {len(found)} times for {len(shapes)} ranks")
         return found
 
-    repeated = own_form(cost, "repeat_ranks_ns", "ranks_ns")
+    repeated = _of_ranks(cost, "repeat_ranks_ns", "ranks_ns", "stage_ns")
 
     def repeat(shapes: list[BatchShape], steps: int) -> Any:
         if repeated is not None:

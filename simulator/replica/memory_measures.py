@@ -12,7 +12,6 @@ from policies.scheduling.overload_ladder import AdmissionControl, Ladder
 from policies.work.batch import BatchShape
 from profiler import load_hardware, load_model_spec
 from profiler.compression_cost import PackedCost, prices_of
-from profiler.specs.dtypes import dtype_bytes
 from profiler.specs.kv_compression import Compression
 from profiler.specs.layer_split import split_layers
 from simulator.config import ReplayConfig
@@ -150,13 +149,8 @@ def check_memory(config: ReplayConfig) -> None:
 
 def kv_dtype_of(config: ReplayConfig) -> str:
     """The dtype of keys and values in a run."""
-    if config.kv_dtype != "auto":
-        return config.kv_dtype
-    model = load_model_spec(config.model)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "bfloat16"
-    return dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+    model, dtype = load_model_spec(config.model).served_as(config.dtype, config.weight_dtype)
+    return model.kv_dtype(dtype, config.kv_dtype)
 
 
 def memory_facts(

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # stage), running, waiting, free_blocks (as `Recorder.iteration` takes them).
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
 
+OnBatch = Callable[["Replica", Batch, Ns, Sequence[Track]], None]
+
 _pack: Final = pack_row
 
 
@@ -39,7 +41,8 @@ class PlainReplica:
     """TP x PP devices that share a scheduler.
 
     on_end(track, replica): called once for every request that ends here, whatever its end. on_room(replica): called
-    where blocks have become free without anybody's end.
+    where blocks have become free without anybody's end. on_batch(replica, batch, end, finished): called for every batch
+    that completes one by one (no leaps), before anybody's end, for whoever hands out tokens as they come.
     overlap_sends: a stage may start its next batch while the last one's output is still on the link.
     """
 
@@ -71,6 +74,7 @@ class PlainReplica:
         self._owed: list[Ns] = []
         self.on_end = on_end
         self.on_room: Callable[[Replica], None] | None = None
+        self.on_batch: OnBatch | None = None
         self.overlap_sends = overlap_sends
         self._flights: deque[Flight] = deque()
         # The event at which the oldest flight completes.
@@ -327,6 +331,8 @@ class PlainReplica:
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
         finished = scheduler.deliver(batch, end)
+        if self.on_batch is not None:
+            self.on_batch(self, batch, end, finished)  # type: ignore[arg-type]
         self._record(
             batch, start, end, before, after, device, stages, running, waiting, free_blocks, self._inside(batch.shape)
         )
@@ -424,3 +430,5 @@ class PlainReplica:
         for part in self.scheduler.queues.parts:
             if not isinstance(part, Track):
                 self.recorder.cohort_times(self.number, part.number, part.times)
+        for cohort in self.scheduler.retired:
+            self.recorder.cohort_times(self.number, cohort.number, cohort.times)

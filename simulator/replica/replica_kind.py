@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
+from policies.scheduling.make_scheduler import LEAST_ROOM
 from profiler import Hardware, ModelSpec, load_cost_model, load_hardware, load_model_spec
 from profiler.cost_model import CostModel
+from profiler.errors import ProfileError
 from profiler.load import is_own_class
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.named_engines import NONE, NamedEngine, load_engine
 from profiler.own_forms import own_form, whole_ns
 from profiler.specs.dtypes import dtype_bytes
-from profiler.specs.memory_plan import plan_memory
+from profiler.specs.memory_plan import MemoryPlan, plan_memory
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_blocks, check_ffn_fits, make_apart
+from simulator.replica.fast_costs import form_of_ranks
 from simulator.replica.front_end import FrontEndTimes
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
 from workloads import Trace
@@ -71,7 +75,7 @@ class Engine:
         """Whether the ranks of a replica step together: expert layers exchange tokens between them, or somebody says
         so. Ranks of a dense model are independent (vLLM runs their engines apart since 0.12)."""
         wanted = self.config.ranks_step == "together"
-        return self.ranks > 1 and (wanted or own_form(self.cost, "ranks_ns", "stage_ns") is not None)
+        return self.ranks > 1 and (wanted or form_of_ranks(self.cost) is not None)
 
     @property
     def ahead(self) -> bool:
@@ -142,7 +146,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         )
     if config.afd and (config.pp > 1 or config.tp > 1):
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
-    model = load_model_spec(config.model)
+    model, _ = load_model_spec(config.model).served_as(config.dtype, config.weight_dtype)
     _check_ranks(config, model)
     max_model_len = config.max_model_len or min(trace.longest, model.context_length)
     if cost is None:
@@ -156,6 +160,9 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
     engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+    ranks = getattr(cost, "ranks", config.dp)
+    if form_of_ranks(cost) is not None and ranks != config.dp:
+        raise SimulationError(f"cost model {cost.name}: found {ranks} ranks, expected {config.dp}, as --dp says")
     if engine.together and config.pp > 1:
         raise SimulationError(
             f"--dp {config.dp} with --pp {config.pp}: ranks that step together have one stage each; leave --pp out"
@@ -205,7 +212,7 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
         # Made anew: what it keeps is nobody else's.
         options: dict[str, Any] = {} if config.pp_link == "link" else {"pipeline_link": config.pp_link}
         options |= {"dtype": config.dtype, "kv_dtype": config.kv_dtype, "tp": tp, "pp": config.pp, "layer_split": split}
-        options |= {"dp": config.dp, "ep": config.ep}
+        options |= {"dp": config.dp, "ep": config.ep, "routing": config.routing}
         return load_cost_model(model, gpu, cost_model=name, **options)
     if name not in ("auto", "roofline") and (file := Path(name)).is_file():
         name, content = str(file.resolve()), digest_of(name)
@@ -222,6 +229,9 @@ def _cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, tp: int) -> Cos
         config.pp_link,
         load_engine(config.engine),
         tuple(sorted(config.terms.items())),
+        config.dp if model.experts else 1,
+        config.ep,
+        config.routing,
     )
 
 
@@ -239,6 +249,9 @@ def _shared_cost(
     pp_link: str,
     engine: NamedEngine,
     terms: tuple[tuple[str, Any], ...],
+    dp: int,
+    ep: bool,
+    routing: str,
 ) -> CostModel:
     """A cost model never changes, and its tables take longer to load than a short replay: runs of one process share it.
 
@@ -256,6 +269,9 @@ def _shared_cost(
         layer_split=layer_split,
         engine=engine,
         terms=dict(terms),
+        dp=dp,
+        ep=ep,
+        routing=routing,
         **options,
     )
 
@@ -263,6 +279,9 @@ def _shared_cost(
 def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model_len: int) -> CostModel:
     """Two groups of devices, each with the cost model of its GPU and width."""
     apart = make_apart(config.afd)
+    model.refuse_experts("--afd knows dense layers only; leave --afd out")
+    if model.weight_bits is not None or model.latent:
+        raise SimulationError(f"--afd: {model.name}: expected 16-bit weights, and keys and values of every head")
     ffn_gpu = load_hardware(apart.ffn_gpu) if apart.ffn_gpu else gpu
     policy = make_policy(config.policy, config.knobs)
     tokens = largest_batch(policy, config.token_budget, max_model_len)
@@ -281,13 +300,13 @@ def _apart_cost(config: ReplayConfig, model: ModelSpec, gpu: Hardware, max_model
 def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Hardware, max_model_len: int) -> int:
     """What the device's memory holds beside weights and the activations of the largest batch."""
     share = _memory_rule(config, policy)
-    room = {
+    room: dict[str, Any] = {
         "activation_tokens": largest_batch(policy, config.token_budget, max_model_len),
         "max_num_seqs": max(SAMPLED_AT_LEAST, config.max_num_seqs or policy.default_max_num_seqs() or 0),
     }
     dtype = _dtype(config.dtype, model)
     if config.afd:
-        kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else dtype if dtype_bytes(dtype) >= 2 else "bfloat16"
+        kv_dtype = model.kv_dtype(dtype, config.kv_dtype)
         return attention_blocks(
             model,
             gpu,
@@ -298,18 +317,45 @@ def _num_blocks(config: ReplayConfig, policy: Policy, model: ModelSpec, gpu: Har
             share=share,
             **room,
         )
-    return plan_memory(
+    plan = partial(
+        plan_memory,
         model,
         gpu,
         dtype=dtype,
         kv_dtype=config.kv_dtype,
         tp=config.tp,
         pp=config.pp,
+        dp=config.dp,
+        ep=config.ep,
         layer_split=config.layer_split,
         block_size=config.block_size,
         utilisation=share,
-        **room,
+        max_num_seqs=room["max_num_seqs"],
+    )
+    whole_prompt = room["activation_tokens"] >= max_model_len
+    return plan(
+        activation_tokens=room["activation_tokens"] if not whole_prompt else _longest_prompt(plan, room)
     ).num_blocks
+
+
+def _longest_prompt(plan: Callable[..., MemoryPlan], room: Mapping[str, int]) -> int:
+    """Tokens of the longest prompt whose activations and KV fit together: a longer one never runs, so nothing is kept
+    for it, and it is rejected by the pool that this leaves."""
+    least, most = min(LEAST_ROOM, room["activation_tokens"]), room["activation_tokens"]
+
+    def fits(tokens: int) -> bool:
+        try:
+            found = plan(activation_tokens=tokens)
+        except ProfileError:
+            return False
+        return found.num_blocks * found.block_size >= tokens
+
+    if fits(most) or not fits(least):
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
 
 
 def _memory_rule(config: ReplayConfig, policy: Policy) -> float:

@@ -125,6 +125,7 @@ def test_bubbles_and_timeline_of_a_run_folder(run_folder) -> None:
         "transfer_s": 0.0,
         "host_s": 1.0,
         "starvation_s": 0.0,
+        "rank_s": 0.0,
     }
     assert printed["request_bubble_s"]["max"] == 0.5
     assert "12.50%" in call("bubbles", run_folder).out

@@ -68,7 +68,7 @@ def test_tiny_has_the_56_million_parameters_of_its_step_logs() -> None:
 
 def test_every_named_model_loads_and_splits_over_two_devices() -> None:
     for name in model_names():
-        spec = load_model_spec(name)
+        spec = load_model_spec(name).with_weights("bfloat16")
         halves = 2 * spec.weight_bytes(tp=2)
         assert spec.params * 2 <= halves * 1.02 + 2 * spec.head_params * 2
         assert spec.weight_bytes(tp=1) == 2 * spec.params
@@ -309,6 +309,9 @@ def test_rope_scaling_stretches_the_context_where_positions_do_not_count_it_yet(
         ("qwen1.5-moe-a2.7b", 14.3, 2.7),
         ("qwen3-30b-a3b", 30.5, 3.3),
         ("qwen3-235b-a22b", 235, 22),
+        ("deepseek-v3", 671, 37),
+        ("minimax-m2.5", 229, 11),
+        ("gemma-4-26b-a4b", 25.2, 3.8),
     ],
 )
 def test_experts_and_those_that_a_token_meets_are_counted_as_published(
@@ -319,6 +322,7 @@ def test_experts_and_those_that_a_token_meets_are_counted_as_published(
     # Qwen3's card cuts 3.353 down to 3.3, others round.
     assert abs(spec.params / 1e9 - published_e9) < 0.6 * last_digit
     assert abs(spec.active_params / 1e9 - active_e9) < 0.6 * last_digit
+    spec = spec.with_weights("bfloat16")
     # Half of every expert lies on each of two devices; routers and norms on both.
     assert spec.params * 2 <= 2 * spec.weight_bytes(tp=2) <= spec.params * 2 * 1.02
     assert spec.weight_bytes() == 2 * spec.params
@@ -379,8 +383,100 @@ def test_what_belongs_to_experts_is_refused_without_any(tmp_path: Path) -> None:
         load_model_spec(path)
 
 
-def test_costs_that_know_dense_layers_only_refuse_experts_by_name() -> None:
-    from profiler import load_cost_model
+def test_gpt_oss_counts_as_its_card_does_which_leaves_the_embedding_out_of_the_active_ones() -> None:
+    """117B of which 5.1B active, and 21B of which 3.6B; 60.8 and 12.8 GiB, as their card says."""
+    for name, total, active, gib in (("gpt-oss-120b", 116.83, 5.13, 60.8), ("gpt-oss-20b", 20.91, 3.61, 12.8)):
+        spec = load_model_spec(name)
+        assert round(spec.params / 1e9, 2) == total
+        assert round((spec.active_params - spec.embedding_params) / 1e9, 2) == active
+        assert round(spec.weight_bytes() / 2**30, 1) == pytest.approx(gib, abs=0.11)
 
-    with pytest.raises(ProfileError, match="mixtral-8x7b: 8 experts, top 2: rooflines and fits of kernels"):
-        load_cost_model("mixtral-8x7b", "h100")
+
+def test_latent_attention_keeps_one_vector_a_token_whatever_the_heads() -> None:
+    """DeepSeek-V3: (512 + 64) numbers in each of 61 layers, 70,272 bytes in 16 bits (DeepSeek-V3 report: 70 KB)."""
+    spec = load_model_spec("deepseek-v3")
+    assert [spec.kv_bytes_per_token(tp=tp) for tp in (1, 8)] == [70_272, 70_272]
+    # 192 and 128 wide: 2 * (192 + 128) * 128 FLOPs a pair and layer.
+    assert spec.attention_flops(1) == 61 * 2 * 320 * 128
+    kinds = {gemm.name: (gemm.n, gemm.k) for gemm in spec.attention_gemms(8)}
+    assert kinds["kv_up"] == (16 * (128 + 128), 512)
+    assert kinds["attention_out"] == (7168, 16 * 128)
+
+
+def test_kinds_of_layers_keep_what_they_look_at() -> None:
+    """Gemma 4: 25 layers with 8 KV heads of 256 and a window of 1,024, 5 with 2 of 512. gpt-oss: 18 and 18, 128."""
+    gemma = load_model_spec("gemma-4-26b-a4b")
+    assert gemma.kv_bytes_per_token() == 2 * 2 * (25 * 8 * 256 + 5 * 2 * 512)
+    assert gemma.kv_tokens_held(10_240) == pytest.approx((51_200 * 1024 + 5120 * 10_240) / 56_320)
+    oss = load_model_spec("gpt-oss-120b")
+    assert oss.kv_tokens_held(1128) == (128 + 1128) / 2
+    pairs = 18 * (128 * 129 // 2 + 872 * 128) + 18 * (1000 * 1001 // 2)
+    assert oss.attention_flops(1000) == pairs * 4 * 64 * 64
+
+
+def test_experts_lie_on_devices_as_vllm_lays_them(tmp_path: Path) -> None:
+    spec = load_model_spec("minimax-m2.5")
+    routed = 62 * 256 * 3 * 3072 * 1536
+    shares = [spec.weight_bytes(tp=1, expert_ways=8, whole_experts=whole) for whole in (True,)]
+    shares += [spec.with_weights("bfloat16").weight_bytes(tp=1, expert_ways=8)]
+    assert shares[0] == pytest.approx(routed / 8 + (spec.params - routed) * 1.3, rel=0.05)
+    assert shares[1] == 2 * (spec.params - routed) + 2 * routed // 8
+    # 1536 / 8 = 192 is no multiple of the blocks of 128 that share a scale.
+    with pytest.raises(ProfileError, match=r"1536 / 8 = 192 is no multiple of its blocks of 128.*--ep"):
+        spec.weight_bytes(tp=8)
+    assert spec.weight_bytes(tp=8, whole_experts=True)
+    with pytest.raises(ProfileError, match="expected a divisor of its 256 experts"):
+        spec.check_tp(1, expert_ways=3, whole_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "bits"), [("fp8", 8), ("fp8_block", 8.001953125), ("int4", 4.125), ("mxfp4", 4.25), ("nvfp4", 4.5)]
+)
+def test_weights_may_be_served_in_fewer_bits_than_the_checkpoint_has(weights: str, bits: float) -> None:
+    spec, dtype = load_model_spec("llama-3.1-70b").served_as("auto", weights)
+    linear = 80 * (8192 * (8192 + 2048 + 8192) + 3 * 8192 * 28672)
+    assert dtype == "bfloat16"
+    assert spec.weight_bytes() == pytest.approx(linear * bits / 8 + 2 * (spec.params - linear), abs=1)
+    assert spec.with_weights("bfloat16").weight_bytes() == 2 * spec.params
+    with pytest.raises(ProfileError, match="weight dtype: found 'int3'"):
+        spec.with_weights("int3")
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("llama4", "chunked attention"), ("kimi_k25", "Kimi-K2"), ("qwen3_5_moe", "linear attention layers keep a state")],
+)
+def test_families_that_cannot_be_expressed_are_refused_by_name(tmp_path: Path, family: str, says: str) -> None:
+    path = write_config(tmp_path / "x", **llama_config(model_type=family))
+    with pytest.raises(ProfileError, match=f"found '{family}', which is not supported: .*{says}"):
+        load_model_spec(path)
+
+
+def test_a_checkpoint_of_modelopt_says_in_a_file_of_its_own_how_it_is_stored(tmp_path: Path) -> None:
+    path = write_config(tmp_path / "fp8", **llama_config())
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (path.parent / "hf_quant_config.json").write_text(json.dumps(said))
+    spec = load_model_spec(path)
+    assert (spec.weight_format, spec.weight_bits, spec.kv_dtype()) == ("fp8", 8.0, "float8")
+    assert spec.kv_dtype(kv_dtype="bfloat16") == "bfloat16"
+
+
+REAL = ORIGINALS / "model_configs"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the models' own configs lie beside the project")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("minimax-m2.5", "MiniMaxAI--MiniMax-M2.5"),
+        ("deepseek-v3", "deepseek-ai--DeepSeek-V3"),
+        ("gpt-oss-120b", "openai--gpt-oss-120b"),
+        ("gpt-oss-20b", "openai--gpt-oss-20b"),
+        ("gemma-4-26b-a4b", "google--gemma-4-26B-A4B"),
+        ("qwen3-235b-a22b", "Qwen--Qwen3-235B-A22B"),
+    ],
+)
+def test_named_models_are_what_their_configs_say(name: str, file: str) -> None:
+    own, read = load_model_spec(name), load_model_spec(REAL / f"{file}_config.json")
+    same = {**read.summary(), "name": own.name, "source": own.source}
+    assert own.summary() == same

@@ -62,13 +62,17 @@ def test_weights_take_the_bits_that_their_quantisation_says(tmp_path: Path, conf
     assert spec.weight_bytes("bfloat16") == pytest.approx(LINEAR * bits / 8 + 2 * REST, rel=1e-9)
 
 
-def test_seventy_billion_weights_in_awq_take_37_gib_and_have_no_costs(tmp_path: Path) -> None:
+def test_seventy_billion_weights_in_awq_take_37_gib_and_a_roofline_reads_them_as_such(tmp_path: Path) -> None:
     model = folder(tmp_path, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
     plan = plan_memory(load_model_spec(model), load_hardware("h200"))
     assert plan.weight_bytes / 2**30 == pytest.approx(37.0, abs=0.1)
-    for cost_model in ("auto", "roofline"):
-        with pytest.raises(ProfileError, match=r"quantised \(awq, 4 bits in groups of 128; 37.0 GiB\).*--dtype fp8"):
-            load_cost_model(model, "h200", cost_model=cost_model)
+    few, plain = (load_cost_model(one, "h200", cost_model="roofline") for one in (model, "llama-3.1-70b"))
+    one = BatchShape((), 1, 1, 1, 0, 1)
+    named = ("qkv", "attention_out", "ffn_up", "ffn_down")
+    times = [sum(cost.breakdown(one)[name] for name in named) for cost in (few, plain)]
+    # Bytes of weights decide: 4.15625 bits instead of 16, beside 3 us of launching each of 320 kernels.
+    launches = 320 * 3000
+    assert (times[0] - launches) / (times[1] - launches) == pytest.approx(4.15625 / 16, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +107,14 @@ def test_layers_with_a_window_hold_no_more_than_it(tmp_path: Path) -> None:
     spec = load_model_spec(folder(tmp_path, layer_types=kinds, sliding_window=1024))
     assert (spec.sliding_window, spec.sliding_layers) == (1024, 60)
     assert [spec.kv_tokens_held(tokens) for tokens in (100, 1024, 4096)] == [100, 1024, 1792]
-    with pytest.raises(ProfileError, match="60 of 80 layers have a sliding window"):
-        load_cost_model(spec, "h200")
+    decodes = BatchShape((), 8, 8 * 4096, 4096, 0, 8)
+    attention = [
+        load_cost_model(one, "h200", cost_model="roofline").breakdown(decodes)["decode_attention"]
+        for one in (spec, load_model_spec("llama-3.1-70b"))
+    ]
+    # 1,792 + 2 tokens a layer instead of 4,096 + 2, beside two kernels a layer in both.
+    launches = 80 * 2 * 3000
+    assert (attention[0] - launches) / (attention[1] - launches) == pytest.approx(1794 / 4098, rel=1e-3)
 
 
 def test_a_pool_of_windows_holds_more_long_requests() -> None:

@@ -44,6 +44,9 @@ runs = {
     "forty replicas counted": (crowd.scaled(9.0), {"replicas": 40, "router": "least_outstanding_requests"}),
     "replicas in turn": (crowd, {"replicas": 3, "router": "round_robin"}),
     "pools": (crowd, {"pools": ({"role": "prefill"}, {"role": "decode"})}),
+    "ranks": (crowd, {"dp": 2, "rank_router": "least_kv"}),
+    "ranks that step together": (crowd, {"dp": 2, "ranks_step": "together", "failures": ("0@2+3",)}),
+    "ranks of replicas": (crowd, {"dp": 2, "ranks_step": "together", "replicas": 2, "preemption": "swap"}),
     "plain path": (trace.head(40), {"leaps": False}),
 }
 print(how_built())

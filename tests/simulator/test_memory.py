@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from policies.edges.errors import PolicyError
+from policies.registry import policy_names
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
 from simulator.replica.host_link import HostLink
@@ -355,6 +356,31 @@ def test_packed_keys_and_values_are_stored_and_sent_packed():
         for kind in (None, "kivi4")
     )
     assert packed == full * 4736 // 16384
+
+
+def test_a_prompt_that_never_fits_takes_no_room_from_those_that_do():
+    """A token of Llama-3.1-8B takes 2 x (2 x 4096 + 3 x 14336) = 102,400 bytes of activations and 131,072 of KV: what an
+    RTX 4090 has left is divided by both, and a prompt of 100,000 tokens is rejected by the pool that this gives."""
+
+    def pool(policy, longest):
+        return (
+            make_engine(ReplayConfig(gpu="rtx4090", policy=policy), trace_of([(0, longest - 10, 10)])).num_blocks * 16
+        )
+
+    short, whole = pool("orca", 2048), pool("orca", 100_000)
+    left = short * 131_072 + 2048 * 102_400
+    assert whole == pytest.approx(left / (131_072 + 102_400), abs=17)
+    found = replay(trace_of([(0, 100_000, 20), (S, 500, 20)]), ReplayConfig(gpu="rtx4090", policy="orca"))
+    assert (found.summary["rejected"], found.summary["finished"]) == (1, 1)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_prompts_beyond_every_table_finish_or_are_rejected_by_name(policy):
+    trace = trace_of([(0, 500, 20), (1, 1_000_000, 20), (2, 100_000, 20), (3, 500, 20)])
+    for gpu, finished in (("rtx4090", 2), ("h100", 3)):
+        found = replay(trace, ReplayConfig(gpu=gpu, policy=policy))
+        assert (found.summary["finished"], found.summary["rejected"]) == (finished, 4 - finished)
+        assert "--max-model-len" in found.tables.requests["reason"][1].as_py()
 
 
 def test_the_pool_leaves_room_for_the_largest_batch():

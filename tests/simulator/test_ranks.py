@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics import Recorder
-from metrics.run_folder.columns import TABLES
+from metrics import Recorder, read_run, summarise, write_run
+from metrics.drawing.perfetto import write_timeline
+from metrics.drawing.pipeline_figures import gantt
+from metrics.measures.bubble_causes import HOST, RANK
+from metrics.measures.ranks import rank_rows
+from metrics.pipelines.bubbles import find_bubbles
+from metrics.run_folder.columns import TABLES, schema
 from policies import BatchShape
+from profiler.operators.named_engines import engine_flags
+from profiler.operators.scaled_phases import scaled
 from simulator.config import ReplayConfig
 from simulator.errors import SimulationError
+from simulator.replica.fast_costs import form_of_ranks
 from simulator.replica.rank_group import DUMMY, shapes_of_step
 from simulator.simulation import make_cluster_plan, replay, simulate
 from tests.simulator.constant_cost import ConstantCost, trace_of
@@ -56,6 +66,36 @@ def test_a_step_starts_together_and_ends_with_its_slowest_rank():
     assert requests["rank"].tolist() == [0, 1]
     assert requests["first_token_s"].tolist() == pytest.approx([3.0, 3.0])
     assert requests["finished_s"].tolist() == pytest.approx([5.2, 4.1])
+
+
+def test_waiting_for_a_slower_rank_is_a_bubble_with_a_cause_of_its_own(tmp_path):
+    # As above, with a host that takes 0.25 s after each step: rank 1 waits for 1.5 s of its three steps' 5.2 s.
+    cost = Exchanging(device_ns=S, per_row_ns=S // 10, after_ns=S // 4)
+    tables = run([(0.0, 20, 3), (0.0, 5, 2)], cost)
+    first, second = find_bubbles(tables).gaps
+    assert (first.rank, second.rank) == (0, 1)
+    assert second.cause_ns[:, RANK].tolist() == [15 * S // 10, 0, 0]
+    assert first.cause_ns[:, RANK].sum() == 0
+    assert second.cause_ns[:, HOST].tolist() == first.cause_ns[:, HOST].tolist() == [S // 4] * 3
+    fast, slow = rank_rows(tables)
+    assert (slow["waiting_s"], slow["dummy_steps"], slow["tokens"]) == (1.5, 1, 6)
+    assert slow["waiting_share"] == pytest.approx(1.5 / 5.2)
+    assert fast["waiting_s"] == 0
+    summary = summarise(tables)
+    assert summary["rank_waiting_share"] == pytest.approx(1.5 / 10.4)
+    assert summary["rank_waiting_share_max"] == pytest.approx(1.5 / 5.2)
+    assert summary["bubble_share_rank"] == pytest.approx(1.5 / (2 * 5.95))
+    assert summary["rank_dummy_share"] == pytest.approx(1 / 6)
+    assert summary["rank_imbalance"] == pytest.approx(22 / 14)
+    # A track a rank in the timeline, a row a rank in the Gantt chart.
+    events = json.loads(write_timeline(tmp_path / "timeline.json", tables).read_text())["traceEvents"]
+    tracks = [event["args"]["name"] for event in events if event.get("name") == "thread_name"]
+    assert tracks == ["rank 0 stage 0", "rank 1 stage 0"]
+    slices = [(event["tid"], event["name"]) for event in events if event["ph"] == "B"]
+    assert slices.count((2, "bubble: waiting for a rank")) == 1
+    assert slices.count((2, "dummy")) == 1
+    axes = gantt({"run": tables}, {"run": find_bubbles(tables)}).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
 
 
 def test_the_cost_of_an_exchange_is_asked_for_all_ranks_at_once():
@@ -109,6 +149,40 @@ def test_vllm_counts_waiting_requests_four_times_and_sees_them_late():
     assert tables.column("requests", "rank").tolist() == [0, 1, 0, 1, 0, 1, 1]
 
 
+def test_parallelism_is_spelled_as_vllm_spells_it():
+    flags = engine_flags("vllm:0.19", {"tp": 4, "dp": 2, "ep": True, "token_budget": 512})
+    assert flags == (
+        "--tensor-parallel-size 4 --data-parallel-size 2 --enable-expert-parallel --max-num-batched-tokens 512"
+    )
+
+
+def test_a_run_folder_from_before_there_were_ranks_is_read_as_rank_0(tmp_path):
+    made = replay(trace_of([(0.0, 8, 4)] * 3), ReplayConfig(num_blocks=40), cost=ConstantCost(S))
+    folder = made.write(tmp_path / "run")
+    for name in TABLES:
+        table = pq.read_table(folder / f"{name}.parquet")
+        pq.write_table(table.drop_columns("rank"), folder / f"{name}.parquet")
+    back = read_run(folder)
+    assert set(back.column("requests", "rank").tolist()) == {0}
+    assert back.ranks == 1
+    assert back.requests.equals(made.tables.requests)
+    write_run(tmp_path / "again", back, back.config)
+    assert pq.read_schema(tmp_path / "again" / "stages.parquet").names == schema("stages").names
+
+
+def test_costs_of_ranks_keep_their_exchange_under_scales():
+    cost = Exchanging(1000, per_row_ns=10, exchange_ns=1)
+    chunk, decodes = BatchShape(((30, 0),), 0, 0, 0, 0, 1), BatchShape((), 10, 90, 9, 0, 10)
+    slower = scaled(cost, (2.0, 3.0))
+    assert form_of_ranks(slower)([chunk, decodes]) == [2 * (1300 + 40), 3 * (1100 + 40)]
+    assert form_of_ranks(scaled(ConstantCost(1000), (2.0, 3.0))) is None
+
+
+def test_a_cost_model_of_other_ranks_is_refused():
+    with pytest.raises(SimulationError, match="cost model constant: found 3 ranks, expected 2, as --dp says"):
+        run([(0.0, 8, 4)], Exchanging(S, ranks=3))
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "policy": st.sampled_from(["chunked", "vllm_v1", "orca", "prefill_priority", "decode_maximal"]),
@@ -133,9 +207,18 @@ def traced(rows: list[tuple[float, int, int]]) -> Any:
     return trace_of(list(zip(np.cumsum(gaps).tolist(), prompts, outputs))).with_timeout(30.0)
 
 
-@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]))
+POOLS = {
+    "pools": ({"role": "prefill", "replicas": 2}, {"role": "decode"}),
+    "kv_bandwidth": 5e9,
+    "replicas": 1,
+}
+"""Prompts on ranks of two replicas, answers on the ranks of a third."""
+
+
+@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]), st.sampled_from([{}, {}, POOLS]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows):
+def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows, pools, layerwise):
+    options = {**options, **pools, "layerwise_kv": layerwise and bool(pools)}
     trace = traced(rows)
     cost = Exchanging(
         S // 10, S // 100, S // 200, per_row_ns=S // 1000, per_context_ns=S // 5000, exchange_ns=S // 700,
@@ -171,6 +254,18 @@ def test_ranks_write_the_rows_of_the_reference_simulator(rows, options, ahead, g
     if steps == "auto":
         cost = Exchanging(*times, exchange_ns=S // 700, graph_rows=graph_rows, ranks=options["dp"])
     assert_same(traced(rows), {"block_size": 4, **options}, cost)
+
+
+def test_experts_over_ranks_write_the_rows_of_the_reference_simulator_in_its_order():
+    trace = trace_of([(row / 40, 50 + 37 * row % 300, 5 + row % 30) for row in range(24)])
+    model = {"model": "qwen3-30b-a3b", "gpu": "h100", "cost_model": "roofline", "policy": "vllm_v1"}
+    options = {**model, "tp": 2, "dp": 2, "ep": True, "num_blocks": 200, "knobs": {"async_scheduling": False}}
+    assert_same(trace, options, None)
+    fast, slow = (replay(trace, ReplayConfig(reference=slowly, **options)) for slowly in (False, True))
+    others = ["cohorts", "wall_s", "cpu_s"]
+    assert fast.tables.iterations.drop_columns(others).equals(slow.tables.iterations.drop_columns(others))
+    assert fast.config["pools"][0]["ranks_step_together"]
+    assert fast.config["pools"][0]["devices_per_replica"] == 4
 
 
 @pytest.mark.parametrize(

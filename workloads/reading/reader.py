@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from workloads import column_names as fields
 from workloads.column_names import Field
-from workloads.generating import arrival_processes
+from workloads.generating import arrival_processes, predictions
 from workloads.generating import sessions as session_loops
 from workloads.reading import servegen
 from workloads.reading.assembly import Options, assemble
@@ -63,6 +63,7 @@ def read_trace(
     timeout_s: float | None = None,
     hash_tokens: int | None = None,
     time_unit: str | None = None,
+    predict: str | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Trace:
     """Reads a request trace: CSV, JSONL, JSON or Parquet, plain or .gz, with any sensible column names.
@@ -85,6 +86,7 @@ def read_trace(
     timeout_s: every client gives up so long after its request's arrival.
     hash_tokens: prompt tokens per prefix hash, whatever the file says or leaves open. time_unit: s, ms, us or ns, of
         times that are numbers, likewise.
+    predict: predicted answer lengths in place of the file's (`oracle:0.5`; see workloads.generating.predictions).
     max_bytes: most memory of the requests' columns; a larger file is read as far as window_s and limit go.
 
     Raises TraceError: one line with file, row, column, what was found, what was expected and how to mend it.
@@ -114,7 +116,7 @@ def read_trace(
         elapsed_ns, window_s = None, None if early else window_s
     else:
         # What moves rows afterwards has to see all of them.
-        whole = process is not None or spread_ties or sessions == "closed" or on_unsorted == "sort"
+        whole = process is not None or spread_ties or sessions == "closed" or on_unsorted == "sort" or predict
         part = Part() if whole else Part(window_s, limit)
         options = Options(os.fspath(path), on_bad_row == "skip", on_unsorted == "sort", hash_tokens)
         trace, elapsed_ns = _read_file(path, trace_format, options, part, process is not None, time_unit, max_bytes)
@@ -127,6 +129,8 @@ def read_trace(
     if sessions == "closed":
         trace = session_loops.closed(trace, elapsed_ns)
     trace = replace(trace, history="none" if history == "none" else "in_prompt")
+    if predict is not None:
+        trace = predictions.with_predictions(trace, predict, seed)
     if window_s is not None:
         trace = trace.between(*window_s)
     if limit is not None:

@@ -135,7 +135,7 @@ def bubble_blocks(rows: Sequence[BubbleComparison]) -> list[Block]:
     return [
         Heading("Bubbles"),
         Text(
-            "Share of the stages' time in flight that they idle, by cause (see docs/reference/metrics.md). Differences are in "
+            "Share of the stages' time in flight that they idle, by cause (docs/reference/metrics.md). Differences are in "
             f"percentage points; the aim is {AIM * 100:.0f} of them or the repeats' own spread. Ranked by all bubbles, "
             f"{agreed} of {decided} decided pairs of policies stand in the live order."
         ),

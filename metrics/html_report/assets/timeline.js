@@ -9,7 +9,7 @@ const timeline = (() => {
   };
   const causes = {
     pb1: ["#0072B2", "/", "1"], pb2: ["#D55E00", "\\", "2"], pb3: ["#E69F00", "x", "3"], stage_split: ["#CC79A7", "-", "U"],
-    fill_drain: ["#999999", ".", "F"], transfer: ["#009E73", "|", "T"], host: ["#56B4E9", "+", "H"], starvation: ["#444444", "o", "S"],
+    fill_drain: ["#999999", ".", "F"], transfer: ["#009E73", "|", "T"], host: ["#56B4E9", "+", "H"], starvation: ["#444444", "o", "S"], rank: ["#CC9900", "\\", "R"],
   };
   const laneHeight = 44, top = 26, gutter = 74;
   const context = canvas.getContext("2d");
@@ -43,7 +43,7 @@ const timeline = (() => {
   const bubbleStyle = (cause) => pattern(causes[cause][0], causes[cause][1], "#ffffff");
 
   function unpack(lane) {
-    const out = { replica: lane.replica, stage: lane.stage, first: lane.first, start: [], end: [], bubbleStart: [], bubbleEnd: [], cause: lane.bubble_cause };
+    const out = { replica: lane.replica, rank: lane.rank, stage: lane.stage, first: lane.first, start: [], end: [], bubbleStart: [], bubbleEnd: [], cause: lane.bubble_cause };
     let at = 0;
     lane.at.forEach((step, i) => { at += step; out.start.push(at / 1e6); out.end.push((at + lane.lasts[i]) / 1e6); });
     at = 0;
@@ -51,6 +51,8 @@ const timeline = (() => {
     return out;
   }
 
+  const engineOf = (where) => where.replica + "/" + where.rank;
+  const rankOf = (lane) => (run.ranks > 1 ? ", rank " + lane.rank : "");
   function kindOf(batch) { return batch[1] && batch[2] ? "mixed" : batch[1] ? "prefill" : "decode"; }
   const span = () => run.end_s - run.start_s;
   const toX = (t, width) => gutter + ((t - view[0]) / (view[1] - view[0])) * (width - gutter);
@@ -97,7 +99,7 @@ const timeline = (() => {
     lanes.forEach((lane, index) => {
       context.fillStyle = "#1c1c1c";
       context.fillText("replica " + lane.replica, 2, laneTop(index) + 12);
-      context.fillText("stage " + lane.stage, 2, laneTop(index) + 26);
+      context.fillText(run.ranks > 1 ? "rank " + lane.rank + " / " + lane.stage : "stage " + lane.stage, 2, laneTop(index) + 26);
     });
   }
 
@@ -126,7 +128,7 @@ const timeline = (() => {
       context.fillRect(x, y, Math.max(wide, 0.6), tall);
       if (wide > 3) { context.strokeStyle = "#ffffff"; context.lineWidth = 1; context.strokeRect(x, y, wide, tall); }
       if (wide > 64) label(batch, kind, x, y, wide, tall);
-      if (marked.has(lane.replica + ":" + batch[0])) { context.fillStyle = "#1c1c1c"; context.fillRect(x, y + tall, Math.max(wide, 1.5), 5); }
+      if (marked.has(engineOf(lane) + ":" + batch[0])) { context.fillStyle = "#1c1c1c"; context.fillRect(x, y + tall, Math.max(wide, 1.5), 5); }
       if (chosen && chosen.index === lane.first + i) { context.strokeStyle = "#1c1c1c"; context.lineWidth = 3; context.strokeRect(x + 1, y + 1, Math.max(wide - 2, 2), tall - 2); }
     }
     context.restore();
@@ -151,12 +153,12 @@ const timeline = (() => {
     const batch = run.batches[chosen.index], lane = lanes[chosen.lane], i = chosen.index - lane.first;
     const [number, prefill, decodes, dummy, ctx] = batch;
     const at = run.start_s + lane.start[i], took = 1e3 * (lane.end[i] - lane.start[i]);
-    let text = `Iteration ${number} on replica ${lane.replica}, stage ${lane.stage}: ${at.toFixed(4)} to ${(at + took / 1e3).toFixed(4)} s (${shown(took)} ms), ${kindOf(batch)}: ${prefill} prefill tokens, ${decodes} decodes`;
+    let text = `Iteration ${number} on replica ${lane.replica}${rankOf(lane)}, stage ${lane.stage}: ${at.toFixed(4)} to ${(at + took / 1e3).toFixed(4)} s (${shown(took)} ms), ${kindOf(batch)}: ${prefill} prefill tokens, ${decodes} decodes`;
     if (dummy) text += `, ${dummy} dummy rows`;
     if (decodes) text += `, contexts of ${Math.round(ctx / decodes)} tokens on average`;
     const before = lane.bubbleEnd.findIndex((end) => Math.abs(end - lane.start[i]) < 2e-6);
     if (before >= 0) text += `. Before it a bubble of ${shown(1e3 * (lane.bubbleEnd[before] - lane.bubbleStart[before]))} ms: ${run.causes[lane.cause[before]].name}`;
-    if (markedRequest !== null) text += marked.has(lane.replica + ":" + number) ? `. Request ${markedRequest} rode in it` : `. Request ${markedRequest} was not in it`;
+    if (markedRequest !== null) text += marked.has(engineOf(lane) + ":" + number) ? `. Request ${markedRequest} rode in it` : `. Request ${markedRequest} was not in it`;
     told.textContent = text + ".";
   }
 
@@ -273,18 +275,18 @@ const timeline = (() => {
     if (runs.value !== label) { runs.value = label; open(label); }
     const first = request.chunks.length ? request.chunks[0][1] / 1e6 : request.first_us / 1e6;
     const last = request.finished_s;
-    marked = new Set(request.chunks.map((chunk) => request.replica + ":" + chunk[0]));
+    marked = new Set(request.chunks.map((chunk) => engineOf(request) + ":" + chunk[0]));
     markedRequest = request.request;
     const times = [];
     if (request.first_us !== null) { let at = request.first_us; times.push(at); for (const gap of request.gaps_us) { at += gap; times.push(at); } }
     lanes.forEach((lane) => {
-      if (lane.replica !== request.replica) return;
-      const lastStage = lanes.filter((other) => other.replica === lane.replica).length - 1;
+      if (engineOf(lane) !== engineOf(request)) return;
+      const lastStage = lanes.filter((other) => engineOf(other) === engineOf(lane)).length - 1;
       if (lane.stage !== lastStage) return;
       for (const time of times) {
         // A token comes with the batch that ended last before it was delivered.
         const i = firstAfter(lane.end, time / 1e6 - run.start_s + 2e-6) - 1;
-        if (i >= 0) marked.add(lane.replica + ":" + run.batches[lane.first + i][0]);
+        if (i >= 0) marked.add(engineOf(lane) + ":" + run.batches[lane.first + i][0]);
       }
     });
     setView(first - run.start_s - 0.05 * (last - first), last - run.start_s + 0.05 * (last - first));
