@@ -52,6 +52,7 @@ FEATURES = (
     Feature("failures", {"failures": ("0@0.02+0.1",)}),
     Feature("autoscaling", {"autoscale": {"most": "2", "by": "queue", "startup_s": "0.02"}}),
     Feature("engine as served", {"engine": "vllm:0.19"}),
+    Feature("speculation", {"speculation": "ngram:4", "acceptance": "0.6"}),
     Feature("closed loop", workload={"arrivals": "closed:3,0.01"}),
     Feature("clients that give up", workload={"timeout": "uniform:0.1,2"}),
     Feature("reference simulator", {"reference": True}),

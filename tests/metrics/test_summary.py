@@ -19,6 +19,7 @@ from metrics.measures.summary import pd_optimum
 from metrics.measures.summary_keys import keys_table
 from metrics.measures.token_times import TokenTimes
 from metrics.run_folder.columns import TABLES, columns_table
+from metrics.run_folder.drafts import SPECULATION_KEYS
 from policies.work.request import Request
 from simulator.config import ReplayConfig
 from simulator.simulation import replay
@@ -138,6 +139,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "mbu": None,
         "mbu_busy": None,
         **dict.fromkeys(MEMORY_KEYS),
+        **dict.fromkeys(SPECULATION_KEYS),
         "prefix_hit_requests": 1,
     }
     for key, value in expected.items():
