@@ -92,7 +92,9 @@ class ReplayConfig:
         None, "Drafts are verified: ngram:4, draft:3 or eagle:4, the method and drafts a step.", group=ENGINE
     )
     acceptance: str | None = setting(
-        None, "Drafts accepted: 0.7, each=0.8,0.6, curve=RUN, mean=1.5, trace (docs/speculation.md).", group=ENGINE
+        None,
+        "Drafts accepted: 0.7, each=0.8,0.6, curve=RUN, mean=1.5, trace (docs/concepts/speculation.md).",
+        group=ENGINE,
     )
     drafts_found: float | None = setting(
         None, "Share of steps in which ngram finds drafts; 1 by default.", group=ENGINE, least=0, most=1
