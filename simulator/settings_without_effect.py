@@ -65,7 +65,7 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
         if column and not present.get(column, True):
             notes.append(
                 f"router {name}: the trace has no {column}, so it deals every request by load alone "
-                f"(a column {column} would be read; docs/workloads.md)"
+                f"(a column {column} would be read; docs/concepts/workloads.md)"
             )
     policies = {str(pool["policy"]): pool for pool in config.pools if "policy" in pool}
     for policy, knobs in {config.policy: config.knobs, **policies}.items():

@@ -1,4 +1,4 @@
-"""Every key of summary.json and what it means: the table in docs/metrics.md is printed from here."""
+"""Every key of summary.json and what it means: the table in docs/reference/metrics.md is printed from here."""
 
 from __future__ import annotations
 

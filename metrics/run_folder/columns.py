@@ -187,7 +187,7 @@ def schema(table: str) -> pa.Schema:
 
 
 def columns_table(table: str) -> str:
-    """The columns of one table as Markdown, for docs/metrics.md."""
+    """The columns of one table as Markdown, for docs/reference/metrics.md."""
 
     def kind(column: Column) -> str:
         fields = NESTED.get(column.type)

@@ -33,7 +33,7 @@ def check_speculation(config: ReplayConfig) -> Speculation | None:
     if config.acceptance is None:
         raise SimulationError(
             f"--speculation {speculation} without --acceptance: expected how many drafts are accepted, such as "
-            "--acceptance 0.7 (docs/speculation.md)"
+            "--acceptance 0.7 (docs/concepts/speculation.md)"
         )
     if speculation.method == "draft" and config.draft_model is None:
         raise SimulationError(f"--speculation {speculation}: expected --draft-model, the model that drafts")

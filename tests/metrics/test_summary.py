@@ -254,7 +254,7 @@ def test_a_run_without_a_measured_region_has_no_share_inside_it(config: dict[str
 
 
 def test_every_key_and_every_column_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert keys_table() in page
     assert all(columns_table(table) in page for table in TABLES)
 
