@@ -177,7 +177,7 @@ class RealTimeCluster:
 
     # In the engine's thread
 
-    def run(self, tell: Callable[[Step], None]) -> None:
+    def serve(self, tell: Callable[[Step], None]) -> None:
         env, clock, inbox, wake = self.env, self.clock, self._inbox, self._wake
         while self._stopping is None:
             wake.clear()

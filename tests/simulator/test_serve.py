@@ -336,3 +336,12 @@ def test_openais_own_client_reads_answers_streams_and_errors(client):
         own.completions.create(model="other", prompt="Hi")
     with pytest.raises(openai.BadRequestError):
         own.completions.create(model="llama-3.1-8b", prompt="Hi", max_tokens=-1)
+
+
+def test_ranks_of_a_replica_stream_their_own_tokens():
+    with serving(session(dp=2, gpu="h200")) as client:
+        streams = [
+            client.send("/v1/completions", {"prompt": [i] * 50, "max_tokens": 15, "stream": True}) for i in range(4)
+        ]
+        chunks = [stream.read().split(b"\n\n") for stream in streams]
+    assert [len([chunk for chunk in each if b'"text"' in chunk]) for each in chunks] == [15] * 4

@@ -93,7 +93,7 @@ class Load(NamedTuple):
 
 
 class Engine(Protocol):
-    """What serves. Every method but `run` may be called from any thread."""
+    """What serves. Every method but `serve` may be called from any thread."""
 
     model: str
     """Name under which the model is served."""
@@ -101,7 +101,7 @@ class Engine(Protocol):
     vocab: int
     clock: Clock
 
-    def run(self, tell: Callable[[Step], None]) -> None:
+    def serve(self, tell: Callable[[Step], None]) -> None:
         """Serve until `stop`; `tell` is called in this thread with every step."""
         ...
 
@@ -112,7 +112,7 @@ class Engine(Protocol):
         ...
 
     def stop(self, reason: str) -> None:
-        """End what still runs with that reason, then `run`."""
+        """End what still runs with that reason, then `serve`."""
         ...
 
     def loads(self) -> Sequence[Load]:
@@ -128,11 +128,11 @@ class Clock:
     """Nanoseconds since the session began, and how late the engine was: `late` is told of every moment it played."""
 
     def __init__(self) -> None:
-        self._origin = perf_counter_ns()
+        self.origin_ns = perf_counter_ns()
         self.lateness = Lateness()
 
     def now_ns(self) -> Ns:
-        return perf_counter_ns() - self._origin
+        return perf_counter_ns() - self.origin_ns
 
 
 class Lateness:

@@ -143,7 +143,7 @@ class Server:
 def _run_engine(engine: Engine, tell: Callable[[Step], None]) -> None:
     """The engine's thread; whatever ends it early is told to everybody who waits."""
     try:
-        engine.run(tell)
+        engine.serve(tell)
     except Exception as error:
         import traceback
 

@@ -32,7 +32,8 @@ class Words:
     """One tokenizer. inner: of the package `tokenizers`. stop_ids: ids that end an answer. bos: id to begin with.
 
     chat_template: Jinja, as Hugging Face's tokenizers bring it. special: texts of special tokens by name, which such a
-    template may ask for (bos_token, eos_token).
+    template may ask for (bos_token, eos_token). speaks: whether ids that are not the tokenizer's own, such as those of
+    a model with random weights, are shown as words of `answers`.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Words:
         bos: int | None = None,
         chat_template: str = "",
         special: Mapping[str, str] | None = None,
+        speaks: bool = False,
     ) -> None:
+        self.speaks = speaks
         self.inner, self.stop_ids, self.bos = inner, tuple(stop_ids), bos
         self.chat_template, self.special = chat_template or CHATML, dict(special or {})
 
@@ -53,6 +56,8 @@ class Words:
         return ids if not begin or self.bos is None or ids[:1] == [self.bos] else [self.bos, *ids]
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self.speaks:
+            ids = [self.answers[token % len(self.answers)] for token in ids]
         return str(_said(lambda: self.inner.decode(list(ids), skip_special_tokens=True), "these ids"))
 
     def stream(self) -> Callable[[int], str]:
@@ -60,6 +65,9 @@ class Words:
         from tokenizers.decoders import DecodeStream
 
         decoding, inner = DecodeStream(skip_special_tokens=True), self.inner
+        if self.speaks:
+            spoken = self.answers
+            return lambda token: decoding.step(inner, spoken[token % len(spoken)]) or ""
         return lambda token: decoding.step(inner, token) or ""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, **more: Any) -> str:
