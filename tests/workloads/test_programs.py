@@ -39,7 +39,7 @@ def test_a_join_waits_for_all_of_its_answers() -> None:
         freed = [list(follow.free(row)) for row in ends]
         assert freed[0] == [1, 2]
         assert freed[-1] == [4]
-        assert sum(freed, []) == [1, 2, 3, 4]
+        assert [row for rows in freed for row in rows] == [1, 2, 3, 4]
     assert FollowUps(tree()).waiting() == {1, 2, 3, 4}
 
 
