@@ -13,14 +13,15 @@ sys.path.insert(0, str(ROOT))
 from executor.config import LiveConfig  # noqa: E402
 from policies.edges.declared_settings import Setting, settings_of  # noqa: E402
 from simulator.config import ReplayConfig  # noqa: E402
+from workloads.door.options import DoorOptions  # noqa: E402
 from workloads.reading_options import ReadingOptions  # noqa: E402
 
 HEAD = """# Settings
 
-Every setting of a run is declared once, in `simulator/config.py`, `executor/config.py` and
-`workloads/reading_options.py`. It is a flag, a key of a settings file (`--config run.toml`) and a field of the Python
-call under the same name, and `config.json` of a run holds its value. This page is written from the declarations by
-`python docs/settings.py`.
+Every setting of a run is declared once, in `simulator/config.py`, `executor/config.py`,
+`workloads/reading_options.py` and (what `serve` adds, flags alone) `workloads/door/options.py`.
+It is a flag, a key of a settings file (`--config run.toml`) and a field of the Python call under the same name, and
+`config.json` of a run holds its value. This page is written from the declarations by `python docs/settings.py`.
 """
 
 
@@ -43,6 +44,7 @@ def page() -> str:
     for title, command, classes in (
         ("Simulated runs", "python -m simulator replay", (ReplayConfig, ReadingOptions)),
         ("Live runs", "python -m executor replay", (LiveConfig, ReadingOptions)),
+        ("Served sessions", "serve", (DoorOptions,)),
     ):
         parts.append(f"## {title}: `{command}`\n")
         groups: dict[str, list[str]] = {}

@@ -22,6 +22,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+BY = ("slo", "priority", "session", "tenant", "program")
+"""Columns of the requests by whose values a summary may be split."""
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 WarmupOption = Annotated[str, typer.Option(help="Left out of the statistics: a number of requests, or seconds as 30s.")]
@@ -33,7 +36,7 @@ def show(
     run: RunArgument,
     warmup: WarmupOption = "",
     slo: SloOption = "",
-    by: Annotated[str, typer.Option(help="One summary per value of a column: slo, priority or session.")] = "",
+    by: Annotated[str, typer.Option(help=f"One summary per value of a column: {', '.join(BY)}.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Print the summary of a run: its summary.json, or computed anew from its tables if an option asks for that."""
@@ -109,6 +112,46 @@ def figures(
     from metrics.run_folder.folder import read_run
 
     for path in draw_all({label: read_run(run) for label, run in _labelled(runs).items()}, out):
+        print(path)
+
+
+@app.command()
+def tenants(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    figures_to: Annotated[Path | None, typer.Option("--figures", help="Folder for service and TTFT over time.")] = None,
+    output_weight: Annotated[float, typer.Option(help="What an output token counts, in prompt tokens.", min=0)] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """What every tenant asked for and was given, its TTFT, and how far service came apart while two waited."""
+    from metrics.measures.tenants import Tenants, vtc_bound
+    from metrics.run_folder.folder import read_run
+
+    tables = {label: read_run(run) for label, run in _labelled(runs).items()}
+    found = {label: Tenants(run, output_weight=output_weight) for label, run in tables.items()}
+    drawn: list[Path] = []
+    if figures_to is not None:
+        from metrics.drawing.tenant_figures import draw_tenants
+
+        drawn = draw_tenants(found, figures_to)
+    if as_json:
+        _print_json(
+            {
+                label: {
+                    "policy": each.run.config.get("policy"),
+                    "fairness_jain_tenants": each.jain,
+                    "largest_gap_tokens": each.largest_gap(),
+                    "vtc_bound_tokens": vtc_bound(each.run),
+                    "tenants": each.table(),
+                }
+                for label, each in found.items()
+            }
+        )
+        return
+    from metrics.drawing.text_tables import tenant_table
+
+    for label, each in found.items():
+        _print(tenant_table(label, each, vtc_bound(each.run)))
+    for path in drawn:
         print(path)
 
 
@@ -234,8 +277,8 @@ def _show_by(run: Path, column: str, warmup: str, slo: str, as_json: bool) -> No
     from metrics.measures.summary import summarise_classes
     from metrics.run_folder.folder import read_run
 
-    if column not in ("slo", "priority", "session"):
-        raise MetricsError(f"--by: found {column!r}, expected slo, priority or session")
+    if column not in BY:
+        raise MetricsError(f"--by: found {column!r}, expected one of {', '.join(BY)}")
     tables = read_run(run)
     objective, warmup = slo or _own(tables, "slo"), warmup or _own(tables, "warmup")
     summaries = summarise_classes(

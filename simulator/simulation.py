@@ -75,7 +75,7 @@ def replay(
     if config.reference:
         return _replay_plainly(trace, cluster_plan)
     tables, cluster = play(trace, cluster_plan, progress)
-    return _finish(trace, cluster_plan, cluster.facts(), tables)
+    return finish(trace, cluster_plan, cluster.facts(), tables)
 
 
 def play(trace: Trace, plan: ClusterPlan, progress: Progress | None = None) -> tuple[RunTables, Cluster]:
@@ -109,7 +109,7 @@ def _replay_plainly(trace: Trace, plan: ClusterPlan) -> Run:
     if cluster.ended != len(trace):
         raise SimulationError(f"{len(trace) - cluster.ended} requests never ended: the policy left them waiting")
     tables = cluster.recording.tables()
-    return _finish(trace, plan, cluster.facts(plan), tables if front is None else front.seen_by_clients(tables))
+    return finish(trace, plan, cluster.facts(plan), tables if front is None else front.seen_by_clients(tables))
 
 
 def simulate(
@@ -194,12 +194,18 @@ def _with_options(config: ReplayConfig, options: dict[str, Any]) -> ReplayConfig
     return replace(config, **fields)
 
 
-def _finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunTables) -> Run:
+def finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunTables) -> Run:
+    """The run that tables make: its config and summary."""
     from metrics import summarise
     from metrics.measures.slo import parse_objectives
     from simulator.provenance import run_config
 
     tables.config = run_config(trace, plan, facts, tables)
     config = plan.config
+    expected = getattr(plan.engine.cost, "activated_experts", None)
+    if expected is not None:
+        from profiler.specs.shape_columns import ShapeColumns
+
+        tables.put_column("iterations", "activated_experts", expected(ShapeColumns.of_iterations(tables.iterations)))
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, notes_of_run(config, trace))

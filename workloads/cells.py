@@ -24,11 +24,15 @@ EPOCH_S = 1e8
 WHOLE_RANGES = {
     "max_output_tokens": (1, MAX_TOKENS),
     "turn": (0, 1_000_000),
+    "predicted_tokens": (0, MAX_TOKENS),
     "priority": (-1_000_000_000, 1_000_000_000),
     "hash_tokens": (1, 1_000_000),
     "after_row": (-1, 1_000_000_000),
 }
 """Optional whole numbers: what lies between is taken."""
+
+SHARES = ("acceptance",)
+"""Optional numbers from 0 to 1."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _DATE = re.compile(
@@ -70,6 +74,15 @@ def number(cell: object, expected: str) -> float:
     except OverflowError:
         raise BadCellError(expected) from None
     if not math.isfinite(value):
+        raise BadCellError(expected)
+    return value
+
+
+def share(cell: object) -> float:
+    """A number from 0 to 1."""
+    expected = "a number from 0 to 1"
+    value = number(cell, expected)
+    if not 0 <= value <= 1:
         raise BadCellError(expected)
     return value
 

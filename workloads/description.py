@@ -1,6 +1,6 @@
 """What a trace looks like, in numbers: how many, how fast, how bursty, how long, how much is shared.
 
-`describe` returns one flat dictionary; its keys are listed in docs/workloads.md and do not change.
+`describe` returns one flat dictionary; its keys are listed in docs/concepts/workloads.md and do not change.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def describe(trace: Trace) -> dict[str, Any]:
         "closed_loop_requests": 0 if trace.after_row is None else int((trace.after_row >= 0).sum()),
         "clients_giving_up": 0 if trace.abort_ns is None else int((trace.abort_ns >= 0).sum()),
         "slo_classes": None if trace.slo is None else sorted({name for name in trace.slo if name is not None}),
+        "tenants": None if trace.tenant is None else len({name for name in trace.tenant if name is not None}),
+        "programs": None if trace.program is None else len({name for name in trace.program if name is not None}),
         "shared_prompt_share": _shared(trace),
         "notes": list(trace.notes),
     }

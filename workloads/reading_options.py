@@ -25,8 +25,8 @@ class ReadingOptions:
     trace: str | None = setting(None, "Trace file, where no argument names it.", flag="")
     trace_format: str = setting(
         "auto",
-        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or "
-        "lengths.",
+        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, bailian, agent_sessions, burstgpt, vllm, "
+        "vllm_steps, servegen or lengths.",
         group=GROUP,
     )
     arrivals: str | None = setting(
@@ -47,6 +47,9 @@ class ReadingOptions:
     hash_tokens: int | None = setting(None, "Prompt tokens per prefix hash, if the file is unclear.", group=GROUP)
     time_unit: str | None = setting(None, "Unit of the file's times: s, ms, us or ns.", group=GROUP)
     window: str | None = setting(None, "Only arrivals from START:END seconds.", group=GROUP)
+    predict: str | None = setting(
+        None, "Predicted answer lengths: oracle:SIGMA, buckets:N or quantile:Q; else the file's column.", group=GROUP
+    )
     timeout: float | None = setting(None, "Seconds after which a client gives up.", group=GROUP)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from policies.edges.input_digests import changed_inputs, digests_of
 from policies.edges.input_file import read_json, read_toml
 from policies.edges.settings_file import files_beside, knobs_of_file, one_spelling
 from policies.registry import knobs_of, policy_class
+from workloads.door.options import DoorOptions, check_installed
 from workloads.reading_options import ReadingOptions
 
 app = typer.Typer(
@@ -51,19 +52,7 @@ def replay_command(
 ) -> None:
     """Serve a trace in real time. Exit code 130 or 143 after Ctrl-C or SIGTERM; the run so far is written then."""
     from_file = _config_file(config) if config is not None else {}
-    given = _given(ctx)
-    values = {**from_file, **given, **values_of_flags(LiveConfig, given)}
-    unknown = knob_flags(ctx.args)
-    if unknown:
-        refuse_flags(ctx, unknown, knobs_of(policy_class(str(values.get("policy", LiveConfig.policy)))), ExecutorError)
-    knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
-    reading = ReadingOptions(
-        **{name: values.pop(name) for name in settings_of(ReadingOptions) if values.get(name) is not None}
-    )
-    if values.get("chunk_size") is not None:
-        knobs["chunk_size"] = values["chunk_size"]
-    values.pop("chunk_size", None)
-    settings = LiveConfig.from_dict({**values, "knobs": knobs})
+    settings, reading = _live_config(ctx, from_file)
     if settings.tp * settings.pp > 1:
         from executor.distributed.worker import serve_if_not_rank_0
 
@@ -113,6 +102,48 @@ def replay_command(
     _print_run(run, out, as_json, notes)
     if run.outcome.stopped_by:
         raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[run.outcome.stopped_by])
+
+
+@app.command("serve", context_settings=_KNOBS)
+@with_flags(o.serve_flags())
+def serve_command(
+    ctx: typer.Context, out: o.Out = None, config: o.ConfigFile = None, as_json: o.Json = False, **shared: Any
+) -> None:
+    """Serve a model to real clients over HTTP (OpenAI's protocol, vLLM's metrics), until Ctrl-C or SIGTERM."""
+    check_installed()
+    settings = _live_config(ctx, _config_file(config) if config is not None else {})[0]
+    door = {name: value for name, value in _given(ctx).items() if name in settings_of(DoorOptions)}
+    from executor.door.served import ServedModel
+
+    session = ServedModel(settings, DoorOptions(**door), out=out, ready=_say_where)
+    run = session.run()
+    if run is None:
+        print("no request has come: nothing is written", file=sys.stderr)
+        return
+    _print_run(run, out, as_json, tell_notes(run.config["served"]["notes"]))
+
+
+def _say_where(url: str) -> None:
+    print(f"serving at {url} (POST {url}/v1/completions; Ctrl-C ends the session)", file=sys.stderr, flush=True)
+
+
+def _live_config(ctx: typer.Context, from_file: Mapping[str, Any]) -> tuple[LiveConfig, ReadingOptions]:
+    """What flags and a config file say of a live run, and of how its trace is read."""
+    given = _given(ctx)
+    values = {**from_file, **given, **values_of_flags(LiveConfig, given)}
+    unknown = knob_flags(ctx.args)
+    if unknown:
+        refuse_flags(ctx, unknown, knobs_of(policy_class(str(values.get("policy", LiveConfig.policy)))), ExecutorError)
+    knobs = {**knobs_of_file(from_file, ExecutorError), **unknown}
+    reading = ReadingOptions(
+        **{name: values.pop(name) for name in settings_of(ReadingOptions) if values.get(name) is not None}
+    )
+    for name in settings_of(DoorOptions):
+        values.pop(name, None)
+    if values.get("chunk_size") is not None:
+        knobs["chunk_size"] = values["chunk_size"]
+    values.pop("chunk_size", None)
+    return LiveConfig.from_dict({**values, "knobs": knobs}), reading
 
 
 @app.command("generate")
@@ -188,7 +219,7 @@ def _refuse_early(settings: LiveConfig, out: Path | None) -> None:
 
 def _given(ctx: typer.Context) -> dict[str, Any]:
     """Flags that were given on the command line."""
-    known = {*settings_of(LiveConfig), *settings_of(ReadingOptions), "chunk_size"}
+    known = {*settings_of(LiveConfig), *settings_of(ReadingOptions), *settings_of(DoorOptions), "chunk_size"}
     # By name: newer versions of typer carry a click of their own, whose enumeration is not the installed click's.
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     return {k: v for k, v in ctx.params.items() if k in known and sources[k] == "COMMANDLINE"}

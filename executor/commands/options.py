@@ -10,6 +10,7 @@ import typer
 
 from executor.config import OUTPUT, POLICY, LiveConfig
 from policies.edges.declared_settings import Flags, flags_of
+from workloads.door.options import DoorOptions
 from workloads.reading_options import ReadingOptions
 
 ENGINE_FLAGS = (
@@ -57,3 +58,16 @@ def live_flags(only: Collection[str] | None = None) -> Flags:
 def replay_flags() -> Flags:
     """Flags of a command that serves a trace."""
     return {"chunk_size": (ChunkSize, None), **live_flags(), **flags_of(ReadingOptions, typer.Option)}
+
+
+NOT_SERVED = (
+    *("time_scale", "as_fast_as_possible", "limit", "prompts"),
+    *("temperature", "top_k", "top_p", "ignore_eos", "tp", "pp", "layer_split", "chase_chunks"),
+)
+"""Settings of a trace's replay that each request brings itself where clients send them, and those of several ranks."""
+
+
+def serve_flags() -> Flags:
+    """Flags of the command that serves clients."""
+    flags = {name: flag for name, flag in live_flags().items() if name not in NOT_SERVED}
+    return {"chunk_size": (ChunkSize, None), **flags, **flags_of(DoorOptions, typer.Option)}

@@ -12,6 +12,7 @@ from executor.model.gguf_file import GgufFile
 from executor.model.loading import ModelSource
 from policies.edges.input_file import checked_file, read_json
 from policies.edges.settings import shown
+from workloads.door.words import Words
 
 MAX_TOKENIZER_BYTES = 256 << 20
 
@@ -36,6 +37,14 @@ class Tokenizer:
         if "<|im_start|>" not in self._chat_form:
             return text
         return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+    def words(self) -> Words:
+        """The same tokenizer as the HTTP door takes it."""
+        special = {}
+        for name, token in (("bos_token", self._bos), ("eos_token", next(iter(self.stop_ids), None))):
+            if token is not None and (text := self._inner.id_to_token(token)) is not None:
+                special[name] = text
+        return Words(self._inner, stop_ids=self.stop_ids, bos=self._bos, chat_template=self._chat_form, special=special)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ from executor.serving.prompts import Prompts
 from executor.serving.request_text import Text
 from executor.serving.runner import Prepared, Result, Runner
 from metrics import Recorder
-from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from policies import Batch, Chunk, Decodes, Ns, Request, Scheduler, Track
+from policies.work.batch import drafts_of
 from workloads.trace import Trace
 
 Progress = Callable[[int, int], None]
@@ -108,12 +109,15 @@ class LiveEngine:
     def now_ns(self) -> Ns:
         return time.perf_counter_ns() - self._origin
 
-    def run(self) -> Outcome:
-        """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM."""
+    def run(self, origin_ns: int | None = None) -> Outcome:
+        """Serve the whole trace; returns early, with everything recorded, on SIGINT or SIGTERM.
+
+        origin_ns: moment 0 on `perf_counter_ns`; now unless given.
+        """
         with self._signals():
             if self.progress is not None:
                 self.progress(0, len(self.trace))
-            self._origin = time.perf_counter_ns()
+            self._origin = time.perf_counter_ns() if origin_ns is None else origin_ns
             cpu = time.process_time_ns()
             worker = None
             try:
@@ -213,7 +217,10 @@ class LiveEngine:
         until = min(self.arrivals.next_ns, alarm or NEVER, self._give_up[0][0] if self._give_up else NEVER)
         self._idle = True
         # Short naps keep signals and client time-outs prompt.
-        time.sleep(min(max(until - self.now_ns(), 0) / 1e9, 0.05))
+        self._sleep(min(max(until - self.now_ns(), 0) / 1e9, 0.05))
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def _launch(self, batch: Batch, worker: ThreadPoolExecutor | None) -> None:
         if self._idle:
@@ -298,8 +305,11 @@ class LiveEngine:
         for part in batch.parts:
             if isinstance(part, Chunk):
                 chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
-            else:
+            elif isinstance(part, Decodes):
                 cohorts.append((part.cohort.number, part.step, part.size))
+        for verified, (first, delivered) in zip(batch.verified, batch.delivered):
+            if delivered:
+                cohorts.append((verified.cohort.number, first, 1))
         start, end = result.start_ns - self._origin, result.end_ns - self._origin
         cpu = self._cpu_ns()
         # A batch is busy from the end of the last one on (or from its plan, after a pause): host time before it runs
@@ -309,6 +319,8 @@ class LiveEngine:
         shape = batch.shape
         if result.executed_rows:
             shape = shape._replace(executed_rows=result.executed_rows)
+        if shape.drafting:
+            self.recorder.speculated(shape, drafts_of(batch))
         self.recorder.iteration(
             0,
             batch.number,
@@ -329,6 +341,7 @@ class LiveEngine:
             self.inside is not None and self.inside(shape),
             (now - since) / 1e9,
             (cpu - self._cpu_since_ns) / 1e9,
+            activated_experts=result.activated,
         )
         self.outcome.host_ns.append(now - since - (end - start))
         self._since_ns, self._cpu_since_ns = now, cpu
@@ -398,6 +411,4 @@ def _arriving(trace: Trace, row: int, at_ns: Ns) -> Request:
     r = trace.request(row)
     if r.arrival_ns == at_ns:
         return r
-    return Request(
-        row, at_ns, r.prompt_tokens, r.max_output_tokens, r.prefix_hashes, r.hash_tokens, r.session, r.priority, r.slo
-    )
+    return r._replace(arrival_ns=at_ns)

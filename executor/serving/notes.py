@@ -7,14 +7,14 @@ from __future__ import annotations
 from executor.config import LiveConfig
 from metrics.measures.slo import doubtful_bounds
 from workloads.generating.shared_prefixes import caches_prefixes, what_prompts_share
-from workloads.priorities import notes_on_priorities
+from workloads.priorities import notes_on_priorities, notes_on_turns
 from workloads.trace import Trace
 
 
 def notes_of_live_run(config: LiveConfig, trace: Trace) -> list[str]:
     """The reader's notes, how prompts are known to begin alike where a cache looks for that, doubtful bounds."""
     notes = [*trace.notes, *(doubtful_bounds(config.slo) if config.slo else ())]
-    notes += notes_on_priorities(trace, config.policy, config.knobs)
+    notes += notes_on_priorities(trace, config.policy, config.knobs) + notes_on_turns(trace, config.policy)
     if not caches_prefixes(config.prefix_caching, config.knobs):
         return notes
     if config.prompts is not None:

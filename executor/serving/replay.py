@@ -118,7 +118,7 @@ def replay_live(
     devices = devices_of(loaded)
     costs = MeasuredCosts()
     names = TextNames()
-    scheduler = _scheduler(policy, config, loaded, trace, max_model_len, cost, costs, names)
+    scheduler = scheduler_of(policy, config, loaded, trace, max_model_len, cost, costs, names)
     if config.poison and scheduler.ledger.prefix_caching:
         raise ExecutorError("--poison: freed blocks of a prefix cache may be read again; switch one of them off")
     from metrics import Recorder
@@ -162,7 +162,7 @@ def replay_live(
     finally:
         gc.unfreeze()
     facts = devices.after(engine)
-    return _finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len, facts)
+    return finish(trace, config, policy, scheduler, runner, recorder, outcome, max_model_len, facts)
 
 
 class OneRank:
@@ -175,13 +175,34 @@ class OneRank:
         self, config: LiveConfig, scheduler: Scheduler, longest: int, rows: int, most_tokens: int
     ) -> Runner:
         """With the KV pool of the run. rows: requests at once; most_tokens: of one batch."""
-        cache = make_cache(config, self.loaded, scheduler.ledger.total_blocks, rows, most_tokens)
-        runner = Runner(self.loaded, cache, scheduler.ledger, longest, rows=rows, poison=config.poison)
+        blocks = scheduler.ledger.total_blocks
+        cache = make_cache(config, self.loaded, blocks, rows, most_tokens)
+        speculation = scheduler.speculation
+        if speculation is None:
+            runner = Runner(self.loaded, cache, scheduler.ledger, longest, rows=rows, poison=config.poison)
+        else:
+            from executor.speculation.speculating_runner import SpeculatingRunner, load_drafter
+
+            runner = SpeculatingRunner(
+                self.loaded,
+                cache,
+                scheduler.ledger,
+                longest,
+                rows=rows,
+                poison=config.poison,
+                speculation=speculation,
+                drafter=load_drafter(config, self.loaded, blocks, longest),
+            )
         runner.host = make_host_cache(scheduler.swap, cache)
         return runner
 
     def make_engine(self, *arguments: Any, **options: Any) -> LiveEngine:
-        return LiveEngine(*arguments, **options)
+        scheduler: Scheduler = arguments[0]
+        if scheduler.speculation is None:
+            return LiveEngine(*arguments, **options)
+        from executor.speculation.speculating_runner import SpeculatingEngine
+
+        return SpeculatingEngine(*arguments, **options)
 
     def make_ready(self, runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
         """Whatever has to be done before time counts."""
@@ -262,7 +283,7 @@ def _with_options(config: LiveConfig, options: dict[str, Any]) -> LiveConfig:
     return replace(config, **fields)
 
 
-def _scheduler(
+def scheduler_of(
     policy: Policy,
     config: LiveConfig,
     loaded: Loaded,
@@ -272,6 +293,10 @@ def _scheduler(
     costs: MeasuredCosts,
     names: TextNames,
 ) -> Scheduler:
+    """The scheduler of a live run; its pool is sized for `trace`."""
+    from executor.speculation.speculating_runner import speculation_of
+
+    speculation = speculation_of(config)
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
@@ -290,7 +315,7 @@ def _scheduler(
         max_num_seqs=config.max_num_seqs,
         watermark=config.watermark,
         by_id=True,
-        ahead=False if config.tp * config.pp > 1 and config.ahead is None else config.ahead,
+        ahead=False if (config.tp * config.pp > 1 or speculation) and config.ahead is None else config.ahead,
         on_gpu=loaded.device.type != "cpu",
         prefix_caching=config.prefix_caching,
         names=names,
@@ -298,6 +323,7 @@ def _scheduler(
         admission=make_admission(config),
         micro_batches=config.pp,
         chase_chunks=config.chase_chunks,
+        speculation=speculation,
         **known,
     )
 
@@ -315,7 +341,7 @@ def _prompts(config: LiveConfig, trace: Trace, loaded: Loaded) -> Prompts:
     return file_prompts(Path(config.prompts), trace, load_tokenizer(loaded.source), loaded.spec.vocab)
 
 
-def _finish(
+def finish(
     trace: Trace,
     config: LiveConfig,
     policy: Policy,
@@ -326,6 +352,7 @@ def _finish(
     max_model_len: int,
     facts: Mapping[str, Any],
 ) -> LiveRun:
+    """The run that an engine's records make: its config and summary."""
     from metrics import summarise
     from metrics.measures.slo import parse_objectives
 
@@ -376,6 +403,7 @@ def _run_config(
         "trace": trace.facts(),
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
         "memory": _memory_facts(scheduler, runner),
+        **runner.routed.facts(),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,

@@ -103,9 +103,13 @@ def _draw(plan_text: str, number: int, inputs: tuple[tuple[str, str], ...]) -> T
         turn=None,
         priority=None if trace.priority is None else trace.priority[rows],
         slo=None if trace.slo is None else [trace.slo[row] for row in rows.tolist()],
+        tenant=None if trace.tenant is None else [trace.tenant[row] for row in rows.tolist()],
+        program=None,
+        predicted_tokens=None if trace.predicted_tokens is None else trace.predicted_tokens[rows],
         abort_ns=None,
         prompt_ids=None,
         after_row=None,
+        joins=None,
         think_ns=None,
     )
     return retimed(drawn, plan["arrivals"], seed)

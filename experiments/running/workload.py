@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 READING = (
     *("trace_format", "on_bad_row", "on_unsorted", "arrivals", "seed", "spread_ties"),
-    *("sessions", "history", "coupling", "hash_tokens", "time_unit"),
+    *("sessions", "history", "coupling", "hash_tokens", "time_unit", "predict"),
 )
-GENERATING = ("requests", "duration_s", "arrivals", "prompt", "output", "stratified", "seed")
+GENERATING = ("requests", "duration_s", "arrivals", "prompt", "output", "tenants", "stratified", "seed")
 WORKLOAD_KEYS = frozenset(("file", "first", "limit", "timeout_s", *READING, *GENERATING))
 
 

@@ -119,6 +119,8 @@ def trace_of_run(run: RunTables) -> Trace:
         priority=frame["priority"].to_numpy(),
         session=[_name(value) for value in frame["session"]],
         slo=[_name(value) for value in frame["slo"]],
+        tenant=[_name(value) for value in frame["tenant"]],
+        program=[_name(value) for value in frame["program"]],
     )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from metrics.measures.tenants import Tenants
     from metrics.pipelines.bubbles import Bubbles
 
 Summary = Mapping[str, Any]
@@ -35,6 +36,7 @@ _COMPARED = (
     ("pre-empted", "preemptions", -1, 8),
     ("dummy", "dummy_share", -1, 9),
     ("KV max", "kv_use_max", 0, 10),
+    ("prefix hits", "cached_share", 1, 1),
 )
 _SHARES = (
     "_share",
@@ -175,6 +177,32 @@ def differences_table(labels: tuple[str, str], found: Mapping[str, Mapping[str, 
         relative = "" if row["relative"] is None or same else f"{row['relative']:+.2%}"
         values = [format_value(key, row["first"]), format_value(key, row["second"])]
         table.add_row(key, *values, relative, style="dim" if same else "")
+    return table
+
+
+def tenant_table(label: str, tenants: Tenants, bound: float | None, *, most: int = 40) -> Table:
+    """What the tenants of one run asked for and were given; those that asked for most come first."""
+    from rich.table import Table
+
+    table = Table(title=label, title_justify="left", box=_plain_box(), show_edge=False, pad_edge=False)
+    table.add_column("tenant")
+    for heading in ("requests", "finished", "asked\ntokens", "served\ntokens", "share", "TTFT p50", "TTFT p99"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rows = tenants.table()
+    for row in rows[:most]:
+        table.add_row(
+            row["tenant"],
+            *(f"{row[name]:,.0f}" for name in ("requests", "finished", "asked_tokens", "served_tokens")),
+            f"{row['share']:.1%}",
+            *(format_value("x_s", row[name]) for name in ("ttft_s_p50", "ttft_s_p99")),
+        )
+    said = f" (VTC's bound: {bound:,.0f})" if bound is not None else ""
+    others = f"{len(rows) - most} more tenants; " if len(rows) > most else ""
+    table.caption = (
+        f"{others}an output token counts {tenants.output_weight:g}; largest difference in service while two tenants "
+        f"waited: {tenants.largest_gap():,.0f} tokens{said}; Jain's index {tenants.jain:.3f}"
+    )
+    table.caption_justify = "left"
     return table
 
 

@@ -22,10 +22,12 @@ from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
+from metrics.measures.tenants import tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
 from metrics.run_folder.columns import STATUSES, MetricsError
+from metrics.run_folder.drafts import speculation_summary
 from metrics.run_folder.tables import RunTables
 
 Bools = NDArray[np.bool_]
@@ -116,6 +118,7 @@ class _Whole:
                 model_bytes if model_bytes is not None else config.get("model_bytes"),
             ),
             **_bubbles(run),
+            **tenant_summary(run),
             **rank_summary(run),
         }
 
@@ -293,7 +296,7 @@ def _iterations(
     def column(name: str) -> NDArray[Any]:
         return run.column("iterations", name)[inside_window]
 
-    tokens = column("chunk_tokens").astype(np.int64) + column("decodes")
+    tokens = column("chunk_tokens").astype(np.int64) + column("decodes") + column("draft_tokens")
     dummies, decodes = column("dummy_tokens").astype(np.int64), column("decodes")
     count, useful, padding = len(tokens), int(tokens.sum()), int(dummies.sum())
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
@@ -320,7 +323,12 @@ def _iterations(
         device_busy_share=_ratio(busy_s, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
+        **speculation_summary(run, inside_window),
     )
+    experts = column("activated_experts")
+    known = experts[~np.isnan(experts)]
+    found["activated_experts_mean"] = float(known.mean()) if len(known) else None
+    found["activated_experts_max"] = float(known.max()) if len(known) else None
     for name in ("running", "waiting"):
         found[f"{name}_mean"] = _ratio(float((column(name) * held).sum()), float(held.sum()))
         found[f"{name}_max"] = int(np.max(column(name), initial=0))

@@ -1,14 +1,16 @@
-"""Every key of summary.json and what it means: the table in docs/metrics.md is printed from here."""
+"""Every key of summary.json and what it means: the table in docs/reference/metrics.md is printed from here."""
 
 from __future__ import annotations
 
 from metrics.measures.bubble_causes import CAUSE_NAMES
 from metrics.measures.memory_keys import MEMORY_KEYS
 from metrics.measures.statistics import STATISTICS
+from metrics.run_folder.drafts import SPECULATION_KEYS
 
 LATENCIES = {
     "ttft_s": "time to first token: arrival to first token delivered",
-    "tbt_s": "gap between two tokens of a request; a preempted request's wait for its next token is one of them",
+    "tbt_s": "gap between two deliveries to a request, of one token each or, with speculation, of several; a preempted "
+    "request's wait for its next token is one of them",
     "tpot_s": "(E2E - TTFT) / (output tokens - 1) of a request with at least two tokens",
     "e2e_s": "arrival to last token",
     "normalized_latency_s": "E2E / output tokens",
@@ -69,6 +71,9 @@ SUMMARY_KEYS: dict[str, str] = {
     "slo_attainment": "share of measured requests with an objective that finished and meet all its bounds themselves",
     "goodput_requests_per_s": "measured requests that meet every bound themselves / window length",
     "fairness_jain": "Jain's index over output tokens / E2E of measured, finished requests (1: all served alike)",
+    "tenants": "tenants of the run (null if no request names one)",
+    "fairness_jain_tenants": "Jain's index over the weighted tokens given to each tenant (1: all were given the same)",
+    "light_tenants_ttft_s_p99": "99th percentile of TTFT over tenants that asked for less than an equal share",
     "preemptions": "times that a measured request was thrown back to the queue",
     "preempted_requests": "measured requests to which that happened",
     "prompt_tokens": "prompt tokens of measured requests",
@@ -86,6 +91,9 @@ SUMMARY_KEYS: dict[str, str] = {
     "dummy_tokens": "padding rows planned by the policy in the window",
     "dummy_share": "dummy_tokens / (prefill + decode + dummy tokens)",
     "graph_padding_rows": "rows executed beyond tokens and dummies, to fill up a captured graph",
+    "activated_experts_mean": "experts that an iteration's rows went to, mean over layers with experts and over "
+    "iterations: counted live, expected in a simulation (null for dense models, or where costs do not say)",
+    "activated_experts_max": "the same of the iteration with most of them",
     "running_mean": "requests admitted, weighted by time while batches are in flight",
     "running_max": "most requests admitted at once",
     "waiting_mean": "requests queued, weighted by time while batches are in flight",
@@ -94,6 +102,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "kv_use_mean": "share of KV blocks in use, weighted by time while batches are in flight",
     "kv_use_max": "largest share of KV blocks in use",
     **MEMORY_KEYS,
+    **SPECULATION_KEYS,
     "host_s_total": "host time before and after the iterations of the window",
     "device_s_total": "device time of the iterations of the window, summed over stages",
     "device_busy_share": "busy time of the stages in the window / time that stages of any replica were there in it",

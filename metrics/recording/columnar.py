@@ -75,6 +75,7 @@ def iteration_tables(
         "cohorts": _list_array("cohorts", in_cohorts),
         **places,
         **_measured(plain, rows.rows),
+        **_drafted(plain, rows.rows),
     }
     for name, kind in _COMMON.items():
         if name in columns:
@@ -90,6 +91,7 @@ def iteration_tables(
     return table, _stage_table(table, rows, rows.stages(plain))
 
 
+_MEASURED = ("wall_s", "cpu_s", "activated_experts")
 _DIFFER = {
     "rank",
     "iteration",
@@ -101,10 +103,13 @@ _DIFFER = {
     "free_blocks",
     "device_s",
     "inside",
-    "wall_s",
-    "cpu_s",
+    *_MEASURED,
     "chunks",
     "cohorts",
+    "draft_tokens",
+    "draft_context_total",
+    "drafting",
+    "drafts",
 }
 _COMMON = {column.name: column.type for column in ITERATIONS if column.name not in _DIFFER}
 """The columns that are the same for all rows of an event."""
@@ -114,12 +119,30 @@ def _measured(plain: Plain, rows: int) -> dict[str, NDArray[np.float64]]:
     """The columns of live runs; NaN in simulated ones."""
     wall_s = np.full(rows, np.nan)
     if not plain.measured:
-        return {"wall_s": wall_s, "cpu_s": wall_s}
-    positions, walls, cpus = zip(*plain.measured)
+        return dict.fromkeys(_MEASURED, wall_s)
+    positions, *measured = zip(*plain.measured)
     at = ints(plain.at)[list(positions)]
-    cpu_s = wall_s.copy()
-    wall_s[at], cpu_s[at] = walls, cpus
-    return {"wall_s": wall_s, "cpu_s": cpu_s}
+    columns = {}
+    for name, values in zip(_MEASURED, measured):
+        columns[name] = wall_s.copy()
+        columns[name][at] = values
+    return columns
+
+
+def _drafted(plain: Plain, rows: int) -> dict[str, Any]:
+    """The columns of iterations that speculated, zero in others."""
+    numbers = np.zeros((3, rows), np.int64)
+    lens, fields = np.zeros(rows, np.int64), np.zeros((4, 0), np.int64)
+    if plain.drafted:
+        places = ints(plain.at)
+        drafted = flattened(plain.drafted, 4)
+        numbers[:, places[drafted[0]]] = drafted[1:]
+        if plain.drafts:
+            drafts = flattened(plain.drafts, 5)
+            np.add.at(lens, places[drafts[0]], 1)
+            fields = drafts[1:]
+    columns: dict[str, Any] = dict(zip(("draft_tokens", "draft_context_total", "drafting"), numbers))
+    return {**columns, "drafts": _list_array("drafts", (lens, list(fields)))}
 
 
 def packed_requests(ended: Ended) -> tuple[bytes, Ints]:
@@ -174,6 +197,8 @@ def _request_table(matrix: Ints, order: Ints, ended: Ended, engines: Engines) ->
         "reason": _rare(ids, ended.reasons, ""),
         "session": _rare(ids, ended.sessions, None),
         "slo": _rare(ids, ended.slos, None),
+        "tenant": _rare(ids, ended.tenants, None),
+        "program": _rare(ids, ended.programs, None),
     }
     for field in schema("requests"):
         if field.name in ("replica", "rank"):

@@ -134,7 +134,9 @@ class Plain(NamedTuple):
 
     rows: of `pack_row`. at: the row of the table that each of them becomes. chunks, cohorts: the fields of whatever
     does not fit there, from the second of each on, as flat numbers; stages: those of every stage given. measured:
-    (position in the buffer, wall_s, cpu_s) of iterations that were timed.
+    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed. drafted: (position,
+    draft_tokens, draft_context_total, drafting) of those that speculated; drafts: (position, request, verified,
+    accepted, delivered) of their decodes.
     """
 
     rows: list[bytes]
@@ -142,7 +144,9 @@ class Plain(NamedTuple):
     chunks: list[int]
     cohorts: list[int]
     stages: list[Ns]
-    measured: list[tuple[int, float, float]]
+    measured: list[tuple[int, float, float, float]]
+    drafted: list[tuple[int, int, int, int]]
+    drafts: list[tuple[int, int, int, int, int]]
 
     def clear(self) -> None:
         for held in self:
@@ -182,7 +186,8 @@ class Ended(NamedTuple):
     """Requests as a recorder buffers them.
 
     rows: of `pack_request`; segments: of all of them, one request after the other. Rarer things by request id:
-    reasons, sessions, SLO classes, and the replica of each segment where they are not all the request's own.
+    reasons, sessions, SLO classes, tenants, programs (where they are not the session), and the replica of each segment
+    where they are not all the request's own.
     """
 
     rows: list[bytes]
@@ -190,4 +195,6 @@ class Ended(NamedTuple):
     reasons: dict[int, str]
     sessions: dict[int, str]
     slos: dict[int, str]
+    tenants: dict[int, str]
+    programs: dict[int, str]
     segment_replicas: dict[int, Sequence[int]]

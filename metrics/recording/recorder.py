@@ -71,7 +71,7 @@ class Recorder:
         self.part_rows = part_rows
         self.places: list[tuple[int, int]] = []
         self.ranks = 1
-        self._plain = Plain([], [], [], [], [], [])
+        self._plain = Plain([], [], [], [], [], [], [], [])
         self._plain_rows, self._plain_at, self._plain_stages = self._plain.rows, self._plain.at, self._plain.stages
         self._rows = 0
         self.straight: list[bytes] = []
@@ -83,7 +83,7 @@ class Recorder:
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
-        self._ended = Ended([], [], {}, {}, {}, {})
+        self._ended = Ended([], [], {}, {}, {}, {}, {}, {})
         self._requests, self._segments = self._ended.rows, self._ended.segments
         self._request_parts: list[tuple[bytes, NDArray[np.int64]]] = []
         self._sink = _MemorySink() if stream_to is None else _ParquetSink(Path(stream_to))
@@ -111,6 +111,7 @@ class Recorder:
         wall_s: float = _NAN,
         cpu_s: float = _NAN,
         stages: Sequence[tuple[Ns, Ns, Ns]] = (),
+        activated_experts: float = _NAN,
     ) -> None:
         """One completed batch. All columns of iterations.parquet; see `metrics.run_folder.columns.ITERATIONS`.
 
@@ -120,7 +121,7 @@ class Recorder:
         """
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if wall_s == wall_s or cpu_s == cpu_s:
-            self._plain.measured.append((self._rows, wall_s, cpu_s))
+            self._plain.measured.append((self._rows, wall_s, cpu_s, activated_experts))
         self.row(
             pack_row(
                 replica,
@@ -153,6 +154,13 @@ class Recorder:
             [field for cohort in cohorts[1:] for field in cohort],
             [time for stage in stages for time in stage],
         )
+
+    def speculated(self, shape: BatchShape, drafts: Sequence[tuple[int, int, int, int]]) -> None:
+        """What the iteration recorded next speculated. drafts: (request, drafts verified, accepted, tokens delivered)
+        of every speculating decode, in batch order."""
+        at = self._rows
+        self._plain.drafted.append((at, shape[7], shape[8], shape[9]))
+        self._plain.drafts.extend([(at, *decode) for decode in drafts])
 
     def row(
         self, row: bytes, chunks: Sequence[int] = (), cohorts: Sequence[int] = (), stages: Sequence[Ns] = ()
@@ -283,7 +291,7 @@ class Recorder:
         """
         if status not in _STATUS_CODES:
             raise MetricsError(f"request {request.id}: found status {status!r}, expected one of {', '.join(STATUSES)}")
-        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo = request
+        row, arrival_ns, prompt_tokens, max_output_tokens, _, _, session, priority, slo, tenant, program, _ = request
         self._requests.append(
             _pack_request(
                 row,
@@ -309,6 +317,10 @@ class Recorder:
             self._ended.sessions[row] = session
         if slo is not None:
             self._ended.slos[row] = slo
+        if tenant is not None:
+            self._ended.tenants[row] = tenant
+        if program is not None and program != session:
+            self._ended.programs[row] = program
         if segment_replicas is not None:
             self._ended.segment_replicas[row] = segment_replicas
         if len(self._requests) >= self.part_rows:

@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +25,7 @@ RUN_VERSION = 1
 
 FIGURES = (
     "ttft_cdf", "tbt_cdf", "load_over_time", "batch_composition", "pipeline_gantt", "bubble_shares",
-    "request_bubble_cdf", "frontier",
+    "request_bubble_cdf", "frontier", "service_by_tenant",
 )  # fmt: skip
 """What commands draw into RUN/figures (PDF and PNG); a run that is replaced takes these with it and nothing else."""
 
@@ -45,11 +46,18 @@ class Column(NamedTuple):
 
 
 RANK = "rank"
-"""The one column that folders written before there were ranks lack: all of theirs is rank 0."""
+"""Which of its replica's ranks a row is of."""
+
+LATER: dict[str, float | tuple[()] | None] = {
+    RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan,
+    "draft_tokens": 0, "draft_context_total": 0, "drafting": 0, "drafts": (),
+}  # fmt: skip
+"""Columns that run folders of earlier versions do not have, and what stands for them there."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
     "cohorts": (("cohort", "int64"), ("step", "int32"), ("size", "int32")),
+    "drafts": (("request", "int64"), ("verified", "int32"), ("accepted", "int32"), ("delivered", "int32")),
 }
 """Fields of the list<struct> columns: who was in the batch. A decode is in it through its cohort."""
 
@@ -71,7 +79,10 @@ REQUESTS = (
     Column("priority", "int32", "lower is more urgent"),
     Column("session", "string", "conversation it belongs to (null if none)"),
     Column("slo", "string", "SLO class (null if none)"),
+    Column("tenant", "string", "on whose behalf it was served (null if nobody is named)"),
+    Column("program", "string", "tree of calls it belongs to, where the trace names one (null if none)"),
 )
+
 
 ITERATIONS = (
     Column("replica", "int32", "replica that ran it"),
@@ -99,8 +110,18 @@ ITERATIONS = (
     Column("inside", "bool", "the batch shape lies in the cost model's measured region"),
     Column("wall_s", "float64", "wall-clock time of the iteration (live runs; NaN in simulated ones)"),
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
+    Column(
+        "activated_experts",
+        "float64",
+        "experts that at least one row went to, mean over layers with experts: counted in live runs, expected in "
+        "simulated ones (NaN where unknown or without experts)",
+    ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
+    Column("draft_tokens", "int32", "drafts verified: rows of decodes beyond one each"),
+    Column("draft_context_total", "int64", "contexts of their decodes, once for every draft"),
+    Column("drafting", "int32", "tokens drafted afterwards for every request that sampled"),
+    Column("drafts", "drafts", "speculating decodes: request, drafts verified, accepted, tokens delivered"),
 )
 
 TOKENS = (
@@ -129,6 +150,10 @@ STAGES = (
     Column("end_s", "float64", "the stage is done with the batch"),
     Column("send_s", "float64", "time to move its output to the next stage (0 on the last)"),
 )
+
+SERVED = ("trace", "wire")
+"""Tables that only a served session has (workloads.door.session): the requests as a trace, and when
+each token was written."""
 
 TABLES: dict[str, tuple[Column, ...]] = {
     "requests": REQUESTS,
@@ -162,7 +187,7 @@ def schema(table: str) -> pa.Schema:
 
 
 def columns_table(table: str) -> str:
-    """The columns of one table as Markdown, for docs/metrics.md."""
+    """The columns of one table as Markdown, for docs/reference/metrics.md."""
 
     def kind(column: Column) -> str:
         fields = NESTED.get(column.type)

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metrics.run_folder.columns import FIGURES, RANK, RUN_MARKER, RUN_VERSION, TABLES, MetricsError, schema
+from metrics.run_folder.columns import FIGURES, LATER, RUN_MARKER, RUN_VERSION, SERVED, TABLES, MetricsError, schema
 from metrics.run_folder.config_check import AS_WRITTEN, check_config, digests
 from policies.edges.compiling import how_built
 from policies.edges.input_file import read_json, shown_path
@@ -157,7 +157,7 @@ def parquet_writer(file: Path, table: str) -> pq.ParquetWriter:
 
 def _write_table(file: Path, run: RunTables, name: str) -> None:
     on_disk = run.path(name)
-    if on_disk is not None and run.has_ranks(name):
+    if on_disk is not None and run.has_all_columns(name):
         shutil.copyfile(on_disk, file)
         return
     with parquet_writer(file, name) as writer:
@@ -176,7 +176,7 @@ def _check_table(file: Path, name: str) -> None:
         raise MetricsError(f"{file}: found something unreadable, expected a parquet file ({_line(error)})") from error
     for field in schema(name):
         position = found.get_field_index(field.name)
-        if position < 0 and field.name == RANK:
+        if position < 0 and field.name in LATER:
             continue
         if position < 0:
             raise MetricsError(f"{file}: found no column {field.name!r}, expected {name} to have it")
@@ -230,7 +230,7 @@ def _refuse_to_replace(folder: Path, target: Path) -> None:
 
 def _not_of_a_run(folder: Path) -> list[str]:
     """What lies in a run folder and was written by none of our commands, relative to it, sorted."""
-    ours = {"config.json", "summary.json", "timeline.json", *(f"{name}.parquet" for name in TABLES)}
+    ours = {"config.json", "summary.json", "timeline.json", *(f"{name}.parquet" for name in (*TABLES, *SERVED))}
     found: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.run_folder.columns import RANK, TABLES, MetricsError, schema, to_ns
+from metrics.run_folder.columns import LATER, RANK, TABLES, MetricsError, schema, to_ns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,25 +79,29 @@ class RunTables:
         """One table, or some of its columns."""
         held = self._tables[name]
         if isinstance(held, Path):
-            import pyarrow.parquet as pq
-
-            names = schema(name).names if columns is None else list(columns)
             with self._the_one_that_was_opened(name, held):
-                if RANK in names and not self.has_ranks(name):
-                    there = [each for each in names if each != RANK]
-                    return _all_rank_0(pq.read_table(held, columns=there, memory_map=True), names, self.rows(name))
-                wanted = names if columns is not None else None
-                return pq.read_table(held, columns=wanted, memory_map=True)
+                return _read(held, name, schema(name).names if columns is None else list(columns))
         return held if columns is None else held.select(list(columns))
 
-    def has_ranks(self, name: str) -> bool:
-        """Whether a table says of its rows which rank they are of, as all do but those of earlier versions on disk."""
+    def has_all_columns(self, name: str) -> bool:
+        """Whether a table has every column of today, as all do but those of earlier versions on disk."""
         held = self._tables[name]
         if isinstance(held, Path):
             import pyarrow.parquet as pq
 
-            return RANK in pq.read_schema(held).names
+            return set(schema(name).names) <= set(pq.read_schema(held).names)
         return True
+
+    def put_column(self, table: str, name: str, values: NDArray[Any]) -> None:
+        """Replace a column of a table in memory; for tables on disk nothing is done."""
+        import pyarrow as pa
+
+        held = self._tables[table]
+        if isinstance(held, Path):
+            return
+        place = held.schema.get_field_index(name)
+        field = held.schema.field(place)
+        self._tables[table] = held.set_column(place, field, pa.array(values, field.type))
 
     def rows(self, name: str) -> int:
         held = self._tables[name]
@@ -164,6 +168,10 @@ class RunTables:
         """All cohorts of all batches as flat columns; `row` is the row of the iteration in its table."""
         return self._flattened("cohorts")
 
+    def drafts(self) -> dict[str, NDArray[Any]]:
+        """All speculating decodes of all batches as flat columns; `row` is the row of the iteration in its table."""
+        return self._flattened("drafts")
+
     def path(self, name: str) -> Path | None:
         """Where a table lies on disk, if it does."""
         held = self._tables[name]
@@ -179,12 +187,26 @@ class RunTables:
         return {"row": rows, **fields}
 
 
-def _all_rank_0(table: pa.Table, names: Sequence[str], rows: int) -> pa.Table:
-    """A table of an earlier version with the column that it lacks."""
+def _read(file: Path, name: str, wanted: list[str]) -> pa.Table:
+    """Columns of a table on disk; those that the version which wrote it did not know have what stands for them."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    zeros = pa.array(np.zeros(rows, np.int32))
-    return pa.table({name: zeros if name == RANK else table.column(name) for name in names})
+    asked = [column for column in wanted if column in LATER]
+    there = pq.read_schema(file).names if asked else []
+    lacking = [column for column in asked if column not in there]
+    read = [column for column in wanted if column not in lacking]
+    table = pq.read_table(file, columns=read, memory_map=True)
+    if not lacking:
+        return table
+    fields, rows = schema(name), pq.read_metadata(file).num_rows
+    columns = [
+        pa.repeat(pa.scalar(LATER[column], fields.field(column).type), rows)
+        if column in lacking
+        else table.column(column)
+        for column in wanted
+    ]
+    return pa.table(columns, schema=pa.schema([fields.field(column) for column in wanted]))
 
 
 def as_numpy(column: pa.ChunkedArray) -> NDArray[Any]:

@@ -66,9 +66,11 @@ class Policy:
     promises: what it promises of plans that repeat. A class that defines `plan`, or another method that a plan may
         depend on, inherits none: it states its own.
     paper: where the rule comes from. memory: the memory rule of its system.
+    decides_by: the column of a trace (tenant, program, ...) without which it has nothing to go by; a run says so.
     """
 
     promises: ClassVar[Promises] = Promises()
+    decides_by: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     memory: ClassVar[MemoryRule] = MemoryRule()
 
@@ -133,7 +135,7 @@ class StatefulPolicy(Policy):
     """A policy that remembers: `new_state` makes its memory anew for every replica, draw and run, and `plan` gets it as
     its last argument and may change it.
 
-    counts_by: the field of a request (slo, session, priority) by which served work is counted for it.
+    counts_by: the field of a request (slo, tenant, program, session, priority) by which served work is counted for it.
     """
 
     counts_by: ClassVar[str] = "slo"
@@ -147,6 +149,10 @@ class StatefulPolicy(Policy):
     ) -> None:
         """`Policy.plan`, with its state."""
         raise TypeError(f"{type(self).__name__} has no plan(): a policy defines one")
+
+    def queued(self, state: Any, queues: Queues, track: Track) -> None:
+        """Called when a request joins the queue (it arrived, was preempted, or its KV was handed over), before it
+        stands in `queues.waiting`; `hear` has been called with all that was served until then."""
 
     def hear(self, state: Any, served: Mapping[Any, Served]) -> None:
         """Called before a plan with what was served since the last one, by the requests' `counts_by`.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heappop, heappush
+from typing import Any
 
 from policies.contract.host import Host
 from policies.work.cohort import Cohort
@@ -29,10 +30,12 @@ class Queues:
         "_chase_chunks",
         "_chase_decodes",
         "_cohorts",
+        "_field",
         "_in_line",
         "_lined_up",
         "_named",
         "_partial",
+        "_rank",
         "changes",
         "decode_tokens_promised",
         "holding",
@@ -66,11 +69,14 @@ class Queues:
         self._chase_decodes = host.chase_decodes
         self.in_host_memory: Mapping[int, object] = {}
         # Kept only once a policy has asked for it.
-        self._by_class: dict[tuple[int, str | None], deque[Track]] | None = None
+        self._by_class: dict[Any, deque[Track]] | None = None
         self._named: Collection[str | None] | None = None
+        # The field of the requests by which they are grouped; none: by priority and SLO class.
+        self._field = ""
         # A heap, with entries of those who have left until they come to its top, and who waits now.
-        self._by_priority: list[tuple[int, int, int, int, Track]] | None = None
-        self._in_line: set[Track] = set()
+        self._by_priority: list[tuple[Any, int, int, int, Track]] | None = None
+        self._rank: Callable[[Track], Any] | None = None
+        self._in_line: dict[Track, int] = {}
         self._lined_up = 0
 
     @property
@@ -137,22 +143,39 @@ class Queues:
     def waiting_by(self, named: Collection[str | None] | None) -> Mapping[tuple[int, str | None], deque[Track]]:
         """`waiting_by_class` where only the classes in `named` (None: all) stand apart, and all others together under
         None: with a class for every tenant there would be as many as requests. Pass the same object each time."""
-        if self._by_class is None or self._named is not named:
-            self._by_class, self._named = {}, named
-            for track in self.waiting:
-                self._put_in_class(track)
+        if self._by_class is None or self._named is not named or self._field:
+            self._named, self._field = named, ""
+            self._put_all_in_classes()
+        assert self._by_class is not None
+        return self._by_class
+
+    def waiting_of(self, field: str) -> Mapping[str | None, deque[Track]]:
+        """`waiting` by a field of the requests (`tenant`, `program`, ...), as `waiting_by_class` has them by class.
+
+        Names come in the order in which they began to wait; nobody waits for a name that is not there.
+        """
+        if self._by_class is None or self._field != field:
+            self._field = field
+            self._put_all_in_classes()
+        assert self._by_class is not None
         return self._by_class
 
     @property
     def most_urgent(self) -> Track:
         """Of `waiting` (not empty) the lowest priority value, then the earliest arrival: the head of vLLM's priority
         queue, where preempted requests have no place of their own. Kept up to date from the first call on."""
-        if self._by_priority is None:
-            self._by_priority = []
+        return self.first_by(_priority)
+
+    def first_by(self, rank: Callable[[Track], Any]) -> Track:
+        """Of `waiting` (not empty) the one with the least `rank(track)`, then the earliest arrival. Kept up to date
+        from the first call on: pass the same function each time. A rank may not change while its request waits."""
+        if self._by_priority is None or self._rank != rank:
+            self._by_priority, self._rank = [], rank
+            self._in_line.clear()
             for track in self.waiting:
                 self._line_up(track)
         heap, in_line = self._by_priority, self._in_line
-        while heap[0][4] not in in_line:
+        while in_line.get(heap[0][4]) != heap[0][3]:
             heappop(heap)
         return heap[0][4]
 
@@ -194,7 +217,7 @@ class Queues:
             _take_out(of_class, track)
             if not of_class:
                 del self._by_class[self._key_of(track)]
-        self._in_line.discard(track)
+        self._in_line.pop(track, None)
 
     def count_running(self, track: Track, change: int) -> None:
         self.num_running += change
@@ -208,11 +231,17 @@ class Queues:
 
     def _line_up(self, track: Track) -> None:
         assert self._by_priority is not None
+        assert self._rank is not None
         request = track.request
         # Numbered, because a request that starts over after its replica died is another track with the same entry.
         self._lined_up += 1
-        heappush(self._by_priority, (request.priority, request.arrival_ns, request.id, self._lined_up, track))
-        self._in_line.add(track)
+        heappush(self._by_priority, (self._rank(track), request.arrival_ns, request.id, self._lined_up, track))
+        self._in_line[track] = self._lined_up
+
+    def _put_all_in_classes(self) -> None:
+        self._by_class = {}
+        for track in self.waiting:
+            self._put_in_class(track)
 
     def _put_in_class(self, track: Track) -> None:
         """Behind all of its class that arrived before; nearly always that is at the end."""
@@ -228,9 +257,15 @@ class Queues:
         assert self._by_class is not None
         return self._by_class.setdefault(self._key_of(track), deque())
 
-    def _key_of(self, track: Track) -> tuple[int, str | None]:
+    def _key_of(self, track: Track) -> Any:
+        if self._field:
+            return getattr(track.request, self._field)
         slo = track.request.slo
         return track.request.priority, slo if self._named is None or slo in self._named else None
+
+
+def _priority(track: Track) -> int:
+    return track.request.priority
 
 
 def _put_in(queue: deque[Track], track: Track) -> None:

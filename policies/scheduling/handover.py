@@ -98,6 +98,7 @@ class Handover:
         """The KV of an expected request is here: it may be planned."""
         del self.expected[track.request.id]
         track.status = "waiting"
+        self._scheduler.announce(track)
         self._scheduler.queues.enqueue_in_front(track)
 
     def reclaim(self) -> bool:

@@ -7,7 +7,7 @@ tokens, promised answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.edges.errors import PolicyError
@@ -54,6 +54,7 @@ class Roster(Lockstep):
         track = self.enter(request, now_ns, ends_after, computed, produced)
         if track.status == "waiting":
             track.hands_over = hands_over
+            self.announce(track)
             self.queues.enqueue(track)
         return track
 
@@ -87,7 +88,7 @@ class Roster(Lockstep):
             if track is None:
                 continue
             unplanned = self._unplanned(track)
-            if track.closing:
+            if track.closing and track.cohort is None:
                 self._reopen(track)
             if track.order >= 0:
                 self._vacate(track)
@@ -188,7 +189,7 @@ class Roster(Lockstep):
         queues.parts.append(track)
         queues.parts_changed()
 
-    def stop(self, track: Track, how: Preemption | None = None, empty: Collection[int] = ()) -> None:
+    def stop(self, track: Track, how: Preemption | None = None, empty: set[int] | None = None) -> None:
         """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in.
 
         empty: blocks that it may hold and that were never filled, because the plan that would have done so is undone.
@@ -196,8 +197,7 @@ class Roster(Lockstep):
         queues = self.queues
         unplanned = self._unplanned(track)
         if empty:
-            table = self.ledger.table(track)
-            filled = next((at for at, block in enumerate(table) if block in empty), len(table))
+            filled = self.ledger.filled_blocks(track, empty)
             track.own_context = min(track.own_context, filled * self.ledger.block_size)
         kept = 0 if self.swap is None else self.swap.put_out(track, self, how)
         self._vacate(track)
@@ -207,7 +207,16 @@ class Roster(Lockstep):
         track.preemptions += 1
         self.preemptions += 1
         queues.prefill_tokens += track.own_known - kept - unplanned
+        self.announce(track)
         queues.enqueue_in_front(track)
+
+    def announce(self, track: Track) -> None:
+        """Tell a policy that remembers who is about to join the queue."""
+        stateful = self.stateful
+        if stateful is not None:
+            if self.served:
+                self._tell_of_service()
+            stateful.queued(self.state, self.queues, track)
 
     def ask_policy(self, draft: Draft, now_ns: Ns) -> None:
         """Let the policy write on a draft."""
@@ -297,7 +306,9 @@ class Roster(Lockstep):
             cohort.leave(track)
             if unreceived > 0:
                 queues.decode_tokens_promised += unreceived
-            if not cohort.size:
+            if track.closing:
+                self.retired.append(cohort)
+            elif not cohort.size:
                 self._drop_empty_parts()
         elif not track.closing:
             queues.parts.remove(track)

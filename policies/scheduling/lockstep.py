@@ -164,6 +164,9 @@ class Lockstep:
             return False
         if ledger.by_id or self.admission is not None or self.swap is not None:
             return False
+        # What this chunk computes may be what somebody who waits has in common with it.
+        if ledger.prefix_caching and queues.waiting:
+            return False
         short = -(-context // ledger.block_size) - track.blocks
         if short < 0:
             short = 0
@@ -182,6 +185,8 @@ class Lockstep:
             return False
         if short:
             ledger.extend(track, context)
+        if ledger.prefix_caching:
+            ledger.computed(track, context)
         track.own_context = context
         track.chunks_in_flight = 1
         chunk = _new(_Chunk, (track, tokens, prefix, False))
@@ -206,7 +211,8 @@ class Lockstep:
             return
         if not self.promises.micro_batches or self.host.chase_chunks or self.chase_decodes:
             return
-        if self.ledger.by_id or self.admission is not None or self.swap is not None:
+        ledger = self.ledger
+        if ledger.by_id or ledger.prefix_caching or self.admission is not None or self.swap is not None:
             return
         if grown[0][2] == grown[0][0].size:
             batch.repeats_at = self.queues.changes
@@ -336,16 +342,19 @@ class Lockstep:
         finished = []
         for cohort, track, _, _, placeholders in batch.verified:
             if track.cohort is not cohort:
+                batch.delivered.append((0, 0))
                 continue
             request_id = track.request.id
             before = len(cohort.times)
             delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
-            track.drafts = batch.proposed.get(request_id, 0)
+            batch.delivered.append((before, delivered))
+            if not self.chase_decodes:
+                track.drafts = batch.proposed.get(request_id, 0)
             self.queues.decode_tokens_promised -= delivered - 1
             if track.first_token_ns < 0:
                 track.first_token_ns = now_ns
             if self.stateful is not None:
-                self._count(track, int(placeholders), len(cohort.times) - before)
+                self._count(track, int(placeholders), delivered)
             finished += cohort.ending()
         return finished
 
@@ -434,6 +443,13 @@ class Lockstep:
         They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
         """
         for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
+            if isinstance(cohort, Speculator):
+                if cohort.surely_done:
+                    # It stays the decode of its request until its last token arrives, and is asked for no more.
+                    cohort.track.closing = True
+                    self.queues.parts.remove(cohort)
+                    self.queues.parts_changed()
+                continue
             for track in cohort.exhausted():
                 cohort.leave(track, deliver=True)
                 track.closing = True

@@ -21,6 +21,9 @@ class Request(NamedTuple):
     prompt_tokens, max_output_tokens: at least 1 each; the second is the declared limit.
     prefix_hashes: one hash per `hash_tokens` prompt tokens, each naming the whole prefix up to its end
         (Mooncake's form, 512 tokens a hash); empty when nothing is known to be shared.
+    tenant: on whose behalf it is served (a user, a customer, an API key).
+    program: the tree of calls that it belongs to; its session where the trace names none.
+    predicted_tokens: how long somebody predicts its answer to be; 0 where nobody does.
     """
 
     id: int
@@ -32,3 +35,6 @@ class Request(NamedTuple):
     session: str | None = None
     priority: int = 0
     slo: str | None = None
+    tenant: str | None = None
+    program: str | None = None
+    predicted_tokens: int = 0

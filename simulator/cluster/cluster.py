@@ -26,6 +26,7 @@ from simulator.cluster.router_checks import RouterChecks
 from simulator.cluster.shared_kv_store import KVStore
 from simulator.replica.host_link import HostLink
 from simulator.replica.memory_measures import ReplicaMemory, memory_facts
+from simulator.replica.plain import OnBatch
 from simulator.replica.rank_group import Rank, RankGroup, SwapRank
 from simulator.replica.running_ahead import Replica
 from simulator.replica.variants import PrefillReplica, SwapPrefillReplica, SwapReplica, SwapsKV
@@ -47,7 +48,7 @@ class Cluster:
 
     expected: requests of the whole run, so that whoever watches the cluster knows when it is over. coming: per pool,
     replicas that are down or starting and will take requests later; a request waits for them if nobody else is up.
-    returning: those of them that have died and come back.
+    returning: those of them that have died and come back. on_batch: as every replica has it.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class Cluster:
         *,
         on_end: Callable[[int], None],
         expected: int,
+        on_batch: OnBatch | None = None,
     ) -> None:
         self.env = env
         self.plan = plan
         self.recorder = recorder
         self.on_end = on_end
         self.expected = expected
+        self.on_batch = on_batch
         self.ended = 0
         self._last_end_ns = 0
         self.coming = [0] * len(plan.pools)
@@ -121,9 +124,8 @@ class Cluster:
         self._home[request.id] = replica
         replica.submit(request, output_tokens)
 
-    def give_up(self, row: int) -> None:
+    def give_up(self, row: int, reason: str = "client gave up waiting", status: str = "aborted") -> None:
         """The client of a request has lost its patience; nothing happens if it has ended."""
-        reason = "client gave up waiting"
         replica = self._home.get(row)
         fleet = self.fleet
         if fleet is not None and replica is not None:
@@ -132,16 +134,20 @@ class Cluster:
                 fleet.withdraw(replica, row, reason)
         elif self.store is not None and (fetched := self._fetching.pop(row, None)) is not None:
             self.store.cancel(row)
-            self.end_unplaced(*fetched, "aborted", reason)
+            self.end_unplaced(*fetched, status, reason)
         elif replica is not None:
-            replica.withdraw([row], reason)
+            replica.withdraw([row], reason, status=status)
         elif row in self._stranded:
             request, output_tokens = self._stranded.pop(row)
-            self.end_unplaced(request, output_tokens, "aborted", reason)
+            self.end_unplaced(request, output_tokens, status, reason)
         elif self._kv is not None and self._kv.owns(row):
             move = self._kv.cancel(row)
             assert move is not None
-            self.end_journey(move.journey, move.source.number, "aborted", reason)
+            self.end_journey(move.journey, move.source.number, status, reason)
+
+    def home(self, row: int) -> Replica | None:
+        """Where a request is now; None for one that has ended or is on no replica."""
+        return self._home.get(row)
 
     def _place(self, request: Request, output_tokens: int, produced: int) -> None:
         up = self._up
@@ -303,6 +309,9 @@ class Cluster:
             overlap_sends=engine.config.pp_overlap,
             leaps=engine.config.leaps,
         )
+        if engine.acceptance is not None:
+            replica.decide = engine.acceptance.decide
+        replica.on_batch = self.on_batch
         if isinstance(replica, SwapsKV):
             replica.device_block_bytes = memory.device_block_bytes
             replica.link = self._host_link(number, memory)

@@ -96,6 +96,24 @@ def replay_command(
     print_runs(done, out, figures, as_json)
 
 
+@app.command("serve", context_settings=_KNOBS)
+@o.serve_flags
+def serve_command(
+    ctx: typer.Context,
+    answer_lengths: o.AnswerLengths = None,
+    out: o.Out = None,
+    config: o.ConfigFile = None,
+    anyway: o.Anyway = False,
+    as_json: o.Json = False,
+    **shared: Any,
+) -> None:
+    """Serve predicted costs to real clients over HTTP (OpenAI's protocol, vLLM's metrics), until Ctrl-C or SIGTERM."""
+    from simulator.commands.serve import serve
+
+    settings, _ = o.collect(ctx, config, anyway)
+    serve(settings, o.door_options(ctx), answer_lengths, out, as_json)
+
+
 @app.command("compare", context_settings=_KNOBS)
 @o.replay_flags
 def compare_command(

@@ -21,6 +21,7 @@ from policies.registry import BUILT_IN, knobs_of, policy_class
 from profiler.operators.named_engines import load_engine
 from simulator.config import OUTPUT, POLICY, TRACE, ReplayConfig
 from simulator.errors import SimulationError
+from workloads.door.options import DoorOptions
 from workloads.reading_options import ReadingOptions
 
 
@@ -64,6 +65,14 @@ Seeds = Annotated[
     int,
     _option("--seeds", "Draws of the workload: of --arrivals if given, else of blocks of the trace.", POLICY),
 ]
+AnswerLengths = Annotated[
+    str | None,
+    _option(
+        "--answer-lengths",
+        "How long answers are where a request does not ignore_eos, as lognormal:200,0.8; as allowed by default.",
+        TRACE,
+    ),
+]
 Preset = Annotated[
     str | None, _option("--preset", "A typical workload with its objective, in place of a trace.", TRACE)
 ]
@@ -90,6 +99,23 @@ They are the declared settings of `ReplayConfig` and `ReadingOptions`: a new one
 """
 one_policy_flags = with_flags({**_POLICY, **CHOICES, **_REST})
 """The same with --policy, for a command that replays under one policy."""
+
+NOT_SERVED = ("rate_scale", "limit", "leaps", "reference")
+"""Settings of a trace's replay that mean nothing where clients send the requests."""
+serve_flags = with_flags(
+    {
+        **_POLICY,
+        **CHOICES,
+        **{name: flag for name, flag in flags_of(ReplayConfig, typer.Option).items() if name not in NOT_SERVED},
+        **flags_of(DoorOptions, typer.Option),
+    }
+)
+"""Flags of the command that serves clients."""
+
+
+def door_options(ctx: typer.Context) -> DoorOptions:
+    """The door's settings among the flags that were given."""
+    return DoorOptions(**{name: ctx.params[name] for name in settings_of(DoorOptions) if _given(ctx, name)})
 
 
 def collect(ctx: typer.Context, config_file: Path | None, anyway: bool) -> tuple[ReplayConfig, ReadingOptions]:

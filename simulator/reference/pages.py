@@ -13,6 +13,7 @@ from policies.chunked import Chunked
 from policies.contract.policy import Policy
 from policies.decode_maximal import DecodeMaximal
 from policies.dynamic_chunk import DynamicChunk
+from policies.fair.predicted_sjf import PredictedSjf
 from policies.orca import Orca
 from policies.prefill_priority import PrefillPriority
 from policies.request_level import RequestLevel
@@ -305,6 +306,19 @@ def vllm_v1(plan: Plan, knobs: VllmV1) -> None:
             break
 
 
+def predicted_sjf(plan: Plan, knobs: PredictedSjf) -> None:
+    """Shortest job first by predicted work, a second of waiting worth so many tokens; batches as in Sarathi-Serve."""
+
+    def work(job: Job) -> tuple[float, Ns, int]:
+        request = job.request
+        answer = min(request.predicted_tokens or request.max_output_tokens, request.max_output_tokens)
+        left = max(1, answer - job.delivered)
+        tokens = job.known + knobs.output_weight * left + knobs.ageing * request.arrival_ns / NS_PER_S
+        return tokens, request.arrival_ns, request.id
+
+    _stall_free(plan, knobs.chunk_size, lambda: min(plan.waiting, key=work))
+
+
 def slo_aware(plan: Plan, knobs: SloAware) -> None:
     """After Niyama: the iteration is filled to the tightest TBT target among the running requests; slack is the time to
     the deadline less the iterations that the prompt still needs; who could not be in time even if started now, behind
@@ -398,6 +412,7 @@ PAGES: Mapping[type[Policy], Callable[[Plan, Any], None]] = {
     DecodeMaximal: decode_maximal,
     DynamicChunk: dynamic_chunk,
     Orca: orca,
+    PredictedSjf: predicted_sjf,
     PrefillPriority: prefill_priority,
     RequestLevel: request_level,
     ShortestPromptFirst: shortest_prompt_first,

@@ -58,6 +58,7 @@ class Recording:
                 "inside": inside,
                 "wall_s": float("nan"),
                 "cpu_s": float("nan"),
+                "activated_experts": float("nan"),
                 "chunks": [
                     {"request": row.job.request.id, "tokens": row.tokens, "prefix": row.prefix, "samples": row.samples}
                     for row in chunks
@@ -65,6 +66,10 @@ class Recording:
                 "cohorts": [
                     {"cohort": row.job.request.id, "step": len(row.job.steps) - 1, "size": 1} for row in decodes
                 ],
+                "draft_tokens": 0,
+                "draft_context_total": 0,
+                "drafting": 0,
+                "drafts": [],
             }
         )
 
@@ -88,6 +93,8 @@ class Recording:
                 "priority": request.priority,
                 "session": request.session,
                 "slo": request.slo,
+                "tenant": request.tenant,
+                "program": request.program if request.program != request.session else None,
             }
         )
         where = {**self._place(engine), "cohort": request.id}

@@ -18,6 +18,7 @@ from metrics import Recorder
 from metrics.recording.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
+from policies.work.batch import drafts_of
 from profiler.iterations.aftermath import merged
 from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
 from simulator.replica.fast_costs import FastCosts, StageTimes, refuse
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # stage), running, waiting, free_blocks (as `Recorder.iteration` takes them).
 Flight = tuple[Batch, Ns, Ns, Ns, Ns, Ns, list[Ns], int, int, int]
 
+OnBatch = Callable[["Replica", Batch, Ns, Sequence[Track]], None]
+
 _pack: Final = pack_row
 
 
@@ -39,7 +42,8 @@ class PlainReplica:
     """TP x PP devices that share a scheduler.
 
     on_end(track, replica): called once for every request that ends here, whatever its end. on_room(replica): called
-    where blocks have become free without anybody's end.
+    where blocks have become free without anybody's end. on_batch(replica, batch, end, finished): called for every batch
+    that completes one by one (no leaps), before anybody's end, for whoever hands out tokens as they come.
     overlap_sends: a stage may start its next batch while the last one's output is still on the link.
     """
 
@@ -70,7 +74,10 @@ class PlainReplica:
         # Extra device time of the iterations to come, the next one last.
         self._owed: list[Ns] = []
         self.on_end = on_end
+        # Where the engine speculates: says of a batch that completes which of its drafts are accepted.
+        self.decide: Callable[[Batch], None] | None = None
         self.on_room: Callable[[Replica], None] | None = None
+        self.on_batch: OnBatch | None = None
         self.overlap_sends = overlap_sends
         self._flights: deque[Flight] = deque()
         # The event at which the oldest flight completes.
@@ -326,7 +333,11 @@ class PlainReplica:
         """Deliver the oldest flight, now; returns its batch."""
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
+        if self.decide is not None:
+            self.decide(batch)
         finished = scheduler.deliver(batch, end)
+        if self.on_batch is not None:
+            self.on_batch(self, batch, end, finished)  # type: ignore[arg-type]
         self._record(
             batch, start, end, before, after, device, stages, running, waiting, free_blocks, self._inside(batch.shape)
         )
@@ -372,6 +383,16 @@ class PlainReplica:
                 else:
                     number, step, size = part[0].number, part[1], members
                 num_cohorts += 1
+        if batch.verified:
+            for verified, (first, delivered) in zip(batch.verified, batch.delivered):
+                if delivered:
+                    if num_cohorts:
+                        more_cohorts = [*more_cohorts, verified[0].number, first, 1]
+                    else:
+                        number, step, size = verified[0].number, first, 1
+                    num_cohorts += 1
+        if batch.shape[9]:
+            self.recorder.speculated(batch.shape, drafts_of(batch))
         self.recorder.row(
             _pack(
                 self.number,
@@ -424,3 +445,5 @@ class PlainReplica:
         for part in self.scheduler.queues.parts:
             if not isinstance(part, Track):
                 self.recorder.cohort_times(self.number, part.number, part.times)
+        for cohort in self.scheduler.retired:
+            self.recorder.cohort_times(self.number, cohort.number, cohort.times)

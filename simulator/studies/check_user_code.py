@@ -199,6 +199,8 @@ def generated(rng: Random, most: int = 14) -> Trace:
         session=[rng.choice((None, "a", "b")) for _ in range(count)],
         priority=np.array([rng.choice((0, 0, 1, 2)) for _ in range(count)]),
         slo=[rng.choice((None, "chat", "batch")) for _ in range(count)],
+        tenant=[rng.choice((None, "x", "y", "z")) for _ in range(count)],
+        predicted_tokens=np.array([max(1, output + rng.randint(-9, 9)) for output in outputs]),
         abort_ns=np.array([at + wait if wait >= 0 else -1 for at, wait in zip(arrivals.tolist(), patience)]),
     )
 

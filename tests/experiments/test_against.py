@@ -168,7 +168,9 @@ def test_a_run_folder_is_planned_again_batch_by_batch(tmp_path: Path) -> None:
     run = served()
     folder = run.write(tmp_path / "live")
     again = trace_of_run(run.tables)
-    assert again.same_requests(replace(FOUR, priority=np.zeros(4), session=[None] * 4, slo=[None] * 4))
+    assert again.same_requests(
+        replace(FOUR, priority=np.zeros(4), session=[None] * 4, slo=[None] * 4, tenant=[None] * 4, program=[None] * 4)
+    )
     result = validate_against([folder], cost_model="roofline", gpu="h100", model=None, options={}, say=lambda _: None)
     assert result.agreements["live"].exact
     fed = result.fed["live"]

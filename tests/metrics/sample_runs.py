@@ -56,7 +56,7 @@ def record_small_run(recorder: Recorder) -> None:
     )
     recorder.cohort_times(0, 4, [3 * S, 5 * S])
     recorder.request(Request(1, 5, 26, 9), 0, "aborted", "client gave up", 1, 0, 5 * S, 6 * S, 1, 16, [])
-    chat = Request(0, 0, 8, 2, (), 0, "chat", 3, "fast")
+    chat = Request(0, 0, 8, 2, (), 0, "chat", 3, "fast", "acme", "p")
     recorder.request(chat, 0, "finished", "", 2, 0, 3 * S, 5 * S, 0, 0, [(4, 0, 2)])
 
 

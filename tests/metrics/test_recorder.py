@@ -42,6 +42,8 @@ def test_every_table_holds_what_was_recorded() -> None:
     requests = run.requests.to_pylist()
     assert [r["request"] for r in requests] == [0, 1]
     assert (requests[0]["session"], requests[0]["slo"], requests[0]["priority"]) == ("chat", "fast", 3)
+    assert (requests[0]["tenant"], requests[0]["program"]) == ("acme", "p")
+    assert (requests[1]["tenant"], requests[1]["program"]) == (None, None)
     assert (requests[1]["status"], requests[1]["reason"], requests[1]["session"]) == ("aborted", "client gave up", None)
     assert run.segments.to_pylist() == [
         {"request": 0, "replica": 0, "rank": 0, "cohort": 4, "from_step": 0, "to_step": 2}

@@ -28,6 +28,11 @@ POLICIES = [(name, {}) for name in policy_names()] + [
     ("shortest_prompt_first", {"chunk_size": 12, "window": 3, "ageing": 1e7}),
     ("slo_aware", {"chunk_size": 32, "classes": "chat:ttft=2e-6,tbt=1.4e-6;batch:ttft=1e-3", "window": 2}),
     ("slo_aware", {"chunk_size": 32, "ttft_s": 1e-5, "relegate": False}),
+    ("predicted_sjf", {"chunk_size": 12, "ageing": 1e7}),
+    ("least_attained", {"chunk_size": 12, "quantum": 9}),
+    ("program_fcfs", {"chunk_size": 12}),
+    ("vtc", {"chunk_size": 12, "weights": "x=0.3,y=3", "output_weight": 1.7}),
+    ("weighted_fair", {"chunk_size": 12, "quantum": 20, "weights": "x=0.3,y=3"}),
 ]
 
 
@@ -42,15 +47,17 @@ def traces(draw):
                 st.integers(0, 6),
                 st.sampled_from([0, 0, 1, -1]),
                 st.sampled_from([None, "chat", "batch"]),
+                st.sampled_from([None, "x", "y"]),
             ),
             min_size=1,
             max_size=14,
         )
     )
     requests, now = [], 0
-    for row, (gap, prompt, output, slack, priority, slo) in enumerate(rows):
+    for row, (gap, prompt, output, slack, priority, slo, tenant) in enumerate(rows):
         now += gap
-        requests.append((Request(row, now, prompt, output + slack, priority=priority, slo=slo), output))
+        more = {"priority": priority, "slo": slo, "tenant": tenant, "program": tenant, "predicted_tokens": 7 * row % 31}
+        requests.append((Request(row, now, prompt, output + slack, **more), output))
     return requests
 
 

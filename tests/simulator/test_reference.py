@@ -16,7 +16,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from metrics import Recorder, RunTables, read_run
-from policies import BatchShape
+from policies import BatchShape, StatefulPolicy
 from policies.edges.errors import InputError
 from policies.registry import BUILT_IN, policy_class
 from simulator.config import ReplayConfig
@@ -95,6 +95,11 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "reserve": st.sampled_from(["limit", "longest"]),
     },
     "chunked": {"chunk_size": st.integers(1, 40)},
+    "predicted_sjf": {
+        "chunk_size": st.integers(1, 40),
+        "output_weight": st.sampled_from([0.0, 2.0]),
+        "ageing": st.sampled_from([0.0, 3.0]),
+    },
     "decode_maximal": {"chunk_size": st.integers(1, 40), "align": st.sampled_from(["shrink", "pad", "none"])},
     "dynamic_chunk": {
         "rule": st.sampled_from(["pd_ratio", "tbt_slo", "prefix_aware"]),
@@ -151,6 +156,7 @@ def traces(draw: st.DrawFn, *, prefixes: bool = False) -> Trace:
     more: dict[str, Any] = {"max_output_tokens": trace.output_tokens + np.array(each(st.integers(0, 5)))}
     if draw(st.booleans()):
         more |= {"priority": each(st.integers(-1, 1)), "slo": each(st.sampled_from([None, "chat"]))}
+        more |= {"tenant": each(st.sampled_from([None, "x"])), "predicted_tokens": each(st.integers(0, 30))}
     if prefixes:
         texts = each(st.sampled_from([(1, 2, 3, 4, 5), (1, 2, 9, 10, 11), (6, 7, 8, 12, 13)]))
         hashes = [text[: -(-int(tokens) // 8)] for text, tokens in zip(texts, trace.prompt_tokens)]
@@ -309,10 +315,16 @@ def test_what_the_reference_cannot_express_is_refused_by_name(options: dict[str,
 def test_a_policy_without_a_page_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(POLICY_OF_ONES_OWN)
     name = f"{tmp_path / 'mine.py'}:Mine"
-    with pytest.raises(SimulationError, match=r"--policy .*mine.py:Mine \(it has a page for each built-in policy"):
+    with pytest.raises(
+        SimulationError, match=r"--policy .*mine.py:Mine \(it has a page for each built-in policy without a state"
+    ):
         replay(trace_of([(0, 4, 2)]), ReplayConfig(policy=name, num_blocks=9, reference=True))
 
 
-def test_every_built_in_policy_has_a_page() -> None:
-    assert {policy_class(name) for name in BUILT_IN} == set(PAGES)
-    assert set(KNOBS) == set(BUILT_IN)
+def test_every_built_in_policy_without_a_state_has_a_page() -> None:
+    without = {name for name in BUILT_IN if not issubclass(policy_class(name), StatefulPolicy)}
+    assert {policy_class(name) for name in without} == set(PAGES)
+    assert set(KNOBS) == without
+    for name in set(BUILT_IN) - without:
+        with pytest.raises(SimulationError, match=rf"--policy {name} \(it has a page for each built-in policy without"):
+            replay(trace_of([(0, 4, 2)]), ReplayConfig(policy=name, num_blocks=9, reference=True))

@@ -259,11 +259,12 @@ def traces(draw: st.DrawFn) -> Trace:
 
     arrival_ns = np.sort(column(st.integers(0, 4 * 10**15)))
     prompt_tokens = column(st.integers(1, 2000))
-    optional: dict[str, object] = {"session": perhaps(names), "slo": perhaps(names)}
+    optional: dict[str, object] = {name: perhaps(names) for name in ("session", "slo", "tenant", "program")}
     if draw(st.booleans()):
         optional["abort_ns"] = arrival_ns + column(st.integers(0, 10**12)) if draw(st.booleans()) else np.full(size, -1)
         optional["priority"] = column(st.integers(-5, 5))
         optional["turn"] = column(st.integers(0, 5))
+        optional["predicted_tokens"] = column(st.integers(0, 5000))
     if draw(st.booleans()):
         optional["after_row"] = np.minimum(column(st.integers(-1, 5)), np.arange(size) - 1)
         optional["think_ns"] = column(st.integers(0, 10**12))
@@ -281,7 +282,8 @@ def test_a_written_trace_reads_back_equal(tmp_path: Path, trace: Trace, ending: 
     path = write_trace(trace, tmp_path / f"t.{ending}")
     again = read_trace(path)
     assert again.arrival_ns.tolist() == trace.arrival_ns.tolist()
-    for name in ("session", "slo", "abort_ns", "priority", "turn", "after_row", "think_ns", "prefix_hashes"):
+    texts = ("session", "slo", "tenant", "program")
+    for name in (*texts, "abort_ns", "priority", "turn", "predicted_tokens", "after_row", "think_ns", "prefix_hashes"):
         expected, found = getattr(trace, name), getattr(again, name)
         assert (expected is None) == (found is None), name
         assert expected is None or list(expected) == list(found), name

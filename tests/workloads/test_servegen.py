@@ -1,6 +1,7 @@
 """ServeGen's clients: rates, shapes and length histograms become requests."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ def test_clients_have_about_the_expected_requests() -> None:
     }
     counts = dict(zip(trace.provenance["clients"], trace.provenance["requests_per_client"]))
     assert trace.source_format == "servegen"
+    assert trace.tenant is not None
+    assert dict(Counter(trace.tenant)) == counts
     assert counts["chunk-1"] == pytest.approx(expected["chunk-1"], rel=0.05)
     assert counts["chunk-11"] == pytest.approx(expected["chunk-11"], rel=0.05)
     assert "prompt and answer lengths shared" in trace.notes[0]

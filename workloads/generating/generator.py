@@ -21,7 +21,16 @@ from workloads.trace import Trace, TraceError
 
 MAX_REQUESTS = 50_000_000
 
-_TIME, _PROMPT, _OUTPUT, _TURNS, _THINK, _PATIENCE, _CLASS = 1, 3, 4, 6, 7, 8, 9  # one stream of draws a purpose
+_TIME, _PROMPT, _OUTPUT, _TURNS, _THINK, _PATIENCE, _CLASS, _TENANT = (
+    1,
+    3,
+    4,
+    6,
+    7,
+    8,
+    9,
+    11,
+)  # one stream of draws a purpose
 _MICROSECOND_NS = 1000
 
 
@@ -42,6 +51,7 @@ def generate(
     context_limit: int | None = None,
     timeout: str | None = None,
     slo: str | None = None,
+    tenants: str | None = None,
     stratified: bool = False,
     seed: int = 0,
     name: str = "generated",
@@ -57,7 +67,8 @@ def generate(
         turn adds to the history, `think` (see workloads.generating.sessions) lies between an answer and the next
         turn, shared
         beginnings get one prefix hash per hash_tokens (0: none), and sessions end within context_limit tokens.
-    timeout: how long clients wait (a distribution as for think). slo: shares of classes, `interactive=0.7,batch=0.3`.
+    timeout: how long clients wait (a distribution as for think). slo: shares of classes, `interactive=0.7,batch=0.3`;
+        tenants: of tenants, likewise (a session has one).
     stratified: lengths are spread evenly over their distributions, so that even a short trace shows their quantiles.
     Times are whole microseconds. Raises TraceError for what makes no sense.
     """
@@ -90,7 +101,11 @@ def generate(
     elif process.kind in ("closed", "trace"):
         trace = replace(arrival_processes.retimed(trace, process, seed), provenance=trace.provenance)
     if slo is not None:
-        trace = replace(trace, slo=_classes(slo, len(trace), random_stream(seed, _CLASS)))
+        trace = replace(
+            trace, slo=_drawn(slo, len(trace), random_stream(seed, _CLASS), "slo", "interactive=0.7,batch=0.3")
+        )
+    if tenants is not None:
+        trace = replace(trace, tenant=_tenants(tenants, trace, random_stream(seed, _TENANT)))
     if timeout is not None:
         patience_ns = sessions.durations_ns(timeout, len(trace), random_stream(seed, _PATIENCE))
         trace = replace(trace, abort_ns=trace.arrival_ns + np.maximum(patience_ns, 1))
@@ -147,14 +162,24 @@ def _with_sessions(
     return sessions.conversations(one_a_turn, turns, think_ns, hash_tokens=hash_tokens, context_limit=context_limit)
 
 
-def _classes(text: str, count: int, rng: np.random.Generator) -> list[str]:
+def _tenants(text: str, trace: Trace, rng: np.random.Generator) -> list[str]:
+    """A tenant for every request, one for all turns of a session."""
+    drawn = _drawn(text, len(trace), rng, "tenants", "heavy=8,light=1,other=1")
+    if trace.session is None:
+        return drawn
+    of_session: dict[str | None, str] = {}
+    return [of_session.setdefault(name, tenant) for name, tenant in zip(trace.session, drawn)]
+
+
+def _drawn(text: str, count: int, rng: np.random.Generator, what: str, such: str) -> list[str]:
+    """A name for each of `count`, by shares such as `such`."""
     try:
         shares = {name.strip(): float(share) for name, share in (part.split("=") for part in text.split(","))}
     except ValueError:
         shares = {}
     total = sum(shares.values())
     if not shares or not all(0 <= share < 1e9 for share in shares.values()) or total <= 0 or "" in shares:
-        raise TraceError(f"slo: found {text[:80]!r}, expected shares such as interactive=0.7,batch=0.3")
+        raise TraceError(f"{what}: found {text[:80]!r}, expected shares such as {such}")
     names = list(shares)
     drawn = np.searchsorted(np.cumsum(list(shares.values())) / total, rng.random(count), side="right")
     return [names[index] for index in np.minimum(drawn, len(names) - 1).tolist()]

@@ -127,6 +127,7 @@ def read_servegen(
         prompts[order],
         outputs[order],
         outputs[order],
+        tenant=[names[owner] for owner in owners[order].tolist()],
         source_format="servegen",
         notes=(
             f"Drawn from {len(names)} ServeGen clients with seed {seed}; prompt and answer lengths {coupling}.",

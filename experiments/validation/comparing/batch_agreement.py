@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.errors import ExperimentError
 from metrics.recording.recorder import Recorder
-from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from policies import Batch, Chunk, Ns, Scheduler, Track
 from workloads.generating.shared_prefixes import with_prefix_hashes
 
 if TYPE_CHECKING:
@@ -130,18 +130,7 @@ class _Again:
         self._reject_stuck(now_ns)
 
     def _add(self, row: int, at_ns: Ns) -> None:
-        r = self._trace.request(row)
-        request = Request(
-            row,
-            at_ns,
-            r.prompt_tokens,
-            r.max_output_tokens,
-            r.prefix_hashes,
-            r.hash_tokens,
-            r.session,
-            r.priority,
-            r.slo,
-        )
+        request = self._trace.request(row)._replace(arrival_ns=at_ns)
         track = self._scheduler.add(request, at_ns, ends_after=int(self._trace.output_tokens[row]))
         if track.status == "rejected":
             self._end(track)
