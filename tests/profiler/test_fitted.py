@@ -386,7 +386,7 @@ def test_decodes_of_no_kv_head_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(ProfileError, match="gpu rtx4090: products in 8-bit floats, .* were not measured on this card"):
+    with pytest.raises(ProfileError, match=r"gpu rtx4090: products in 8-bit floats, .* were not measured on this card"):
         compose(shipped(), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"), dtype="fp8")
 
 
