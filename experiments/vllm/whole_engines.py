@@ -89,6 +89,11 @@ def known_loops(half: str = "both") -> list[ClosedLoopRun]:
     ]
 
 
+def known_models() -> list[str]:
+    """Models of all rows, each once."""
+    return list(dict.fromkeys(run.model for run in (*known_loops(), *known_rates())))
+
+
 def known_rates(half: str = "both") -> list[RateRun]:
     """Rates over HTTP, of one half or both."""
     return [run for run in rate_runs() if half in ("both", run.half)]

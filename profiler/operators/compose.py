@@ -46,6 +46,8 @@ from profiler.specs.parallel_layout import ParallelLayout
 
 Array = NDArray[np.float64]
 
+SUM_BYTES = 4
+"""Of a sum in 32 bits."""
 ELEMENT_BYTES = 2
 """All profiles are of 16-bit activations."""
 MEASURED_LATENT = (7168, 1536, 512, 64, 192, 128)
@@ -253,9 +255,10 @@ class _Parts:
             BY_ROOFLINE,
         )
 
-    def all_reduce(self) -> Operator:
-        """Of one hidden state a row: measured, or bytes over the link where no measurement exists of such a node."""
-        width = self.spec.hidden * ELEMENT_BYTES
+    def all_reduce(self, width: int | None = None) -> Operator:
+        """Of one hidden state a row, or of `width` bytes: measured, or bytes over the link where no measurement exists
+        of such a node."""
+        width = self.spec.hidden * ELEMENT_BYTES if width is None else width
         for collective in self.fit.collectives:
             if collective.participants == self.tp and self.hardware.p2p and not self.hardware.own_link:
                 return _over(collective.curve, width)
@@ -294,6 +297,9 @@ class _Parts:
                 own = self.fit.nearest("qk_norm", q + kv) is not None
                 operator = self.elementwise("qk_norm" if own else "norm", q + kv, 2 * (q + kv))
                 self._add(parts, "qk_norm" + mark, operator, share)
+            if spec.qk_norm_whole and tp > 1:
+                # Each device has some of the heads that a norm goes over: their squares are added up, two numbers a row.
+                self._add(parts, "norm_all_reduce" + mark, self.all_reduce(2 * SUM_BYTES), share)
         if dense:
             for gemm in spec.ffn_gemms(tp):
                 self._add(parts, gemm.name, self.gemm(gemm.name, gemm.n, gemm.k, "blocks"), dense)
