@@ -145,7 +145,11 @@ def errors_table(done: Sequence[tuple[Part, Result]]) -> Table:
                 row = by_statistic.get(statistic)
                 cells.append("" if row is None else in_a_cell(row))
             verdicts = {row.verdict for row in by_statistic.values()}
-            worst = next(name for name in (OUTSIDE, TOO_NOISY, WITHIN_SPREAD, WITHIN_AIM) if name in verdicts)
+            worst = next(
+                name
+                for name in (OUTSIDE, TOO_NOISY, WITHIN_SPREAD, WITHIN_AIM)
+                if name in verdicts or name == WITHIN_AIM
+            )
             lines.append((f"{part.name}, {load:.0%}, {policy}", *cells, worst))
     return Table(("part, load, policy", *SUMMED, "worst verdict"), lines, MARKS)
 
