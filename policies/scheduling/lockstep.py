@@ -340,13 +340,18 @@ class Lockstep:
         Whoever was preempted or withdrawn while the batch was in flight gets nothing.
         """
         finished = []
-        for cohort, track, _, _, placeholders in batch.verified:
+        for cohort, track, width, _, placeholders in batch.verified:
             if track.cohort is not cohort:
                 batch.delivered.append((0, 0))
                 continue
             request_id = track.request.id
             before = len(cohort.times)
-            delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
+            accepted = 0 if placeholders else batch.accepted.get(request_id, 0)
+            delivered = cohort.receive(accepted, now_ns)
+            if not placeholders:
+                track.drafts_accepted += accepted
+                if accepted < width - 1:
+                    track.rejections += 1
             batch.delivered.append((before, delivered))
             if not self.chase_decodes:
                 track.drafts = batch.proposed.get(request_id, 0)
