@@ -64,6 +64,7 @@ class Lockstep:
     served: dict[object, list[int]]
     # Requests that are done and end with the last of their batch, by id, and the micro-batch that they were in.
     withheld: dict[int, tuple[Track, Cohort | None]]
+    _left_out: list[Speculator]
     _cohorts: int
     _batches: int
     _only_now: bool
@@ -454,12 +455,26 @@ class Lockstep:
                     cohort.track.closing = True
                     self.queues.parts.remove(cohort)
                     self.queues.parts_changed()
+                elif cohort.context_total >= self.max_model_len - 1:
+                    # If all in flight is accepted it has come to the longest sequence: this plan leaves it out.
+                    self.queues.parts.remove(cohort)
+                    self.queues.parts_changed()
+                    self._left_out.append(cohort)
                 continue
             for track in cohort.exhausted():
                 cohort.leave(track, deliver=True)
                 track.closing = True
                 cohort.closing.setdefault(cohort.planned, []).append(track)
         self._drop_empty_parts()
+
+    def _take_back_in(self) -> None:
+        """Those that the plan just made was not to see are running as before."""
+        parts = self.queues.parts
+        parts += self._left_out
+        self._left_out = []
+        # Nothing but tracks and decodes of one: all of them have one place in the order of admission.
+        parts.sort(key=_place)
+        self.queues.parts_changed()
 
     def _reopen(self, track: Track) -> None:
         """A member set aside for its last token will not receive it after all."""
@@ -480,3 +495,7 @@ class Lockstep:
         self.retired += [part for part in parts if isinstance(part, Cohort) and not part.size]
         parts[:] = kept
         self.queues.parts_changed()
+
+
+def _place(part: Cohort | Track) -> int:
+    return part.order if isinstance(part, Track) else part.last_admitted.order

@@ -302,3 +302,23 @@ def test_goodput_drafts_less_the_more_run():
 
     few, many = drafted(2), drafted(100)
     assert (few, many) == (4, 0)
+
+
+def test_who_may_have_come_to_the_longest_sequence_is_left_out_of_a_plan_ahead_and_not_preempted():
+    """A context of 14 with a width of 5 in flight may be 19 of 20: the next plan waits for what was accepted."""
+    scheduler = Scheduler(
+        make_policy("vllm_v1"),
+        CountingLedger(100, BLOCK, 20),
+        Host(chase_chunks=True, chase_decodes=True, speculation=Speculation.parse("eagle:4")),
+        token_budget=64,
+        max_model_len=20,
+    )
+    track = scheduler.add(Request(0, 0, 14, 6), 0)
+    first, second = scheduler.plan(0), scheduler.plan(0)
+    assert [part.tokens for part in second.verified] == [5]
+    scheduler.complete(first, 10)
+    assert scheduler.plan(10) is None
+    assert (scheduler.preemptions, track.status) == (0, "running")
+    second.accepted = {0: 1}
+    scheduler.complete(second, 20)
+    assert [(part.context, part.tokens) for part in scheduler.plan(20).verified] == [(16, 3)]
