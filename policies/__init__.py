@@ -10,6 +10,7 @@ from policies.contract.queues import Queues
 from policies.contract.speculation import Speculation
 from policies.edges.errors import PolicyError
 from policies.kv_memory.block_ledger import BlockLedger
+from policies.kv_memory.extent_ledger import ExtentLedger
 from policies.kv_memory.ledger import CountingLedger, KVLedger, KVView
 from policies.registry import knobs_of, make_policy, policy_class, policy_names
 from policies.scheduling.make_scheduler import largest_batch, make_scheduler
@@ -29,6 +30,7 @@ __all__ = [
     "CountingLedger",
     "Decodes",
     "Draft",
+    "ExtentLedger",
     "Host",
     "KVLedger",
     "KVView",

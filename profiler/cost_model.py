@@ -85,6 +85,11 @@ class QuickCostModel(CostModel, Protocol):
         of them last. Whoever runs batches in order carries it on (`profiler.iterations.aftermath.merged`)."""
         ...
 
+    def activated_experts(self, shapes: object) -> NDArray[np.float64]:
+        """Experts that each batch is expected to touch, the mean over layers with experts; NaN for a dense model. A
+        simulated run records it, so that it can be held against what a live run has counted."""
+        ...
+
     def least_ns(self) -> Ns:
         """What no iteration of a single stage falls short of, host time included; 0 says nothing."""
         ...

@@ -202,5 +202,10 @@ def finish(trace: Trace, plan: ClusterPlan, facts: dict[str, Any], tables: RunTa
 
     tables.config = run_config(trace, plan, facts, tables)
     config = plan.config
+    expected = getattr(plan.engine.cost, "activated_experts", None)
+    if expected is not None:
+        from profiler.specs.shape_columns import ShapeColumns
+
+        tables.put_column("iterations", "activated_experts", expected(ShapeColumns.of_iterations(tables.iterations)))
     summary = summarise(tables, warmup=config.warmup or 0, slo=parse_objectives(config.slo) if config.slo else None)
     return Run(tables, tables.config, summary, notes_of_run(config, trace))

@@ -5,6 +5,8 @@ The counts stay where the model runs, one row of memory a layer, so that a captu
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,3 +38,33 @@ class RoutingCounts:
         """[layers with experts, experts], a copy. Waits for the device."""
         counts: NDArray[np.int32] = self._counts.cpu().numpy().copy()
         return counts
+
+
+class RoutedRows:
+    """The counts of a run added up: what its measured routing is made from. counts: int64 [layers, experts]; last: of
+    the batch that was added last."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.counts = np.zeros((spec.expert_layers, spec.experts), np.int64)
+        self.last = np.zeros(self.counts.shape, np.int32)
+        self._top_k = spec.top_k
+
+    @property
+    def last_touched(self) -> int:
+        """Experts that the last batch touched, all layers together."""
+        return int((self.last > 0).sum())
+
+    def add(self, counts: NDArray[np.int32]) -> float:
+        """Take in one batch; experts that it touched, in the mean over the layers that it ran through."""
+        self.counts += counts
+        self.last = counts
+        touched = (counts > 0).sum(axis=1)
+        ran = touched > 0
+        return float(touched[ran].mean()) if ran.any() else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """What a run's config says: counts, and the rows that each layer has seen; nothing without experts."""
+        if not self.counts.size:
+            return {}
+        rows = self.counts.sum(axis=1) // self._top_k
+        return {"routing": {"counts": self.counts.tolist(), "rows": rows.tolist()}}

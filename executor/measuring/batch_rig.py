@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from executor.errors import ExecutorError
+from executor.kernels.routing_counts import RoutedRows
 from executor.machine.speed_gauge import SpeedGauge
 from executor.model.cuda_graphs import graph_bytes
 from executor.model.loading import Loaded
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 WARM_STEPS = 12
 """Decodes of a point before its own step. In a run, contexts have been read hundreds of times: with one step in front,
 3 to 8 decodes of 1,000 tokens took 15 to 40 % longer than with sixteen."""
+NARROW = (0, 1, 0, 4)
+"""Different tokens that the prompts of one measurement after the other are drawn from, for a model with experts; 0: of
+the whole vocabulary."""
 FOLLOWERS = 8
 """Decodes after a point with chunks that are measured too: what it has pushed out of the caches comes back in these."""
 
@@ -47,7 +51,7 @@ FOLLOWERS = 8
 class Timing(NamedTuple):
     """One measured iteration, ns; as `LiveEngine` records it. executed_rows: with a graph's padding, 0 without one.
     gauge_ns: what the speed gauge took just before and after, 0 without one. followers: device, processor and wall time
-    of each of the decodes right after, where these were measured."""
+    of each of the decodes right after, where these were measured. experts: touched ones, all layers together."""
 
     shape: BatchShape
     before_ns: Ns
@@ -58,6 +62,7 @@ class Timing(NamedTuple):
     executed_rows: int = 0
     gauge_ns: int = 0
     followers: tuple[tuple[Ns, int, Ns], ...] = ()
+    experts: int = 0
 
 
 @dataclass
@@ -140,7 +145,9 @@ class BatchRig(LiveEngine):
             sampling=lambda row: GREEDY,
         )
         self._rng = np.random.default_rng(seed)
-        self._vocab = loaded.spec.vocab
+        self._words = np.arange(loaded.spec.vocab)
+        self._measured = 0
+        self._routed_widely = RoutedRows(loaded.spec)
         self._next_request = 0
         self._origin = time.perf_counter_ns()
         self._timing: Timing | None = None
@@ -208,6 +215,7 @@ class BatchRig(LiveEngine):
         if shape is None:
             raise ExecutorError(f"a planned batch of {point.shape.rows} rows does not fit into {self.blocks} KV blocks")
         point = Point(shape, point.why)
+        self._choose_words()
         most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -236,6 +244,25 @@ class BatchRig(LiveEngine):
                 self.recorder.cohort_times(0, cohort.number, cohort.times)
             self._idle = True
 
+    def _choose_words(self) -> None:
+        """Prompts of a model with experts are drawn from few different tokens every other time: batches of one shape
+        then touch more experts and fewer, and what one more costs can be told from what one more row costs."""
+        vocab = self.loaded.spec.vocab
+        few = NARROW[self._measured % len(NARROW)] if self.loaded.spec.experts else 0
+        self._words = self._rng.integers(0, vocab, few) if few else np.arange(vocab)
+        self._measured += 1
+
+    def routing_facts(self) -> dict[str, Any]:
+        """What a profile says of how rows spread over experts; nothing without experts.
+
+        Counted while prompts came from the whole vocabulary.
+        """
+        spec, trims = self.loaded.spec, self.loaded.model.trim_last_layer
+        facts = self._routed_widely.facts()
+        if not facts or not all(facts["routing"]["rows"]):
+            return {}
+        return {"routing": {**facts["routing"], "trimmed": trims and spec.has_experts(spec.layers - 1)}}
+
     def _gauged_ns(self) -> int:
         """The gauge on both sides of a point, 0 without one. Never two samples in a row: what a step leaves in the
         caches is part of what a live run's samples see, and the first one tells the speed best."""
@@ -252,7 +279,7 @@ class BatchRig(LiveEngine):
         track = self.scheduler.add(request, request.arrival_ns, computed=max(0, prompt - lacking))
         if track.status == "rejected":
             raise ExecutorError(f"a planned batch cannot be set up: {track.reason}")
-        ids = self._rng.integers(0, self._vocab, prompt)
+        ids = self._rng.choice(self._words, prompt)
         self.runner.texts[number] = Text.of(ids, request.max_output_tokens, GREEDY, ())
         return number
 
@@ -277,6 +304,8 @@ class BatchRig(LiveEngine):
         since, cpu_since = self._since_ns, self._cpu_since_ns
         super()._record(flight, result, now)
         start, end = result.start_ns - self._origin, result.end_ns - self._origin
+        if self.loaded.spec.experts and len(self._words) == self.loaded.spec.vocab:
+            self._routed_widely.add(self.runner.routed.last)
         self._timing = Timing(
             flight.prepared.batch.shape,
             max(0, start - since),
@@ -285,6 +314,7 @@ class BatchRig(LiveEngine):
             self._cpu_since_ns - cpu_since,
             now - since,
             result.executed_rows,
+            experts=self.runner.routed.last_touched,
         )
 
 

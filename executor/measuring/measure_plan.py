@@ -106,7 +106,7 @@ def measure_plan(
             rows += operator_rows(rig, loaded, rig.fitting([*plan.noise, *plan.points[:OPERATOR_POINTS]])[0])
     finally:
         gc.unfreeze()
-    profile = make_profile(_frame(rows), _provenance(plan, loaded, clock, clip))
+    profile = make_profile(_frame(rows), {**_provenance(plan, loaded, clock, clip), **rig.routing_facts()})
     write_profile(profile, out)
     return profile
 
@@ -278,6 +278,7 @@ class _Log:
             "executed_rows": timing.executed_rows,
             "gauge_ns": timing.gauge_ns,
             "followers": timing.followers,
+            **({"experts": timing.experts} if timing.experts else {}),
             **({"first": True} if first else {}),
         }
         self.rows.append(entry)

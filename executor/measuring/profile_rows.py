@@ -59,6 +59,7 @@ def iteration_rows(measured: Sequence[Mapping[str, Any]], loaded: Loaded) -> lis
             "dummy_tokens": shape.dummy_tokens,
             "sampled": shape.sampled,
             "repeats": 1,
+            "experts": entry.get("experts", 0),
         }
         rows.append(
             {

@@ -335,6 +335,7 @@ class LiveEngine:
             self.inside is not None and self.inside(shape),
             (now - since) / 1e9,
             (cpu - self._cpu_since_ns) / 1e9,
+            activated_experts=result.activated,
         )
         self.outcome.host_ns.append(now - since - (end - start))
         self._since_ns, self._cpu_since_ns = now, cpu

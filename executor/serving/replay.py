@@ -378,6 +378,7 @@ def _run_config(
         "trace": trace.facts(),
         "live": {**config.as_dict(), "knobs": dict(config.knobs)},
         "memory": _memory_facts(scheduler, runner),
+        **runner.routed.facts(),
         "seed": config.seed,
         "stopped_by": outcome.stopped_by,
         "wall_s": outcome.wall_s,

@@ -6,6 +6,7 @@ one step behind planning: decode tokens travel from step to step on the device (
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from executor.batches.batch_arrays import Ints, Step
 from executor.batches.device_arrays import place
+from executor.kernels.routing_counts import RoutedRows
 from executor.kv_memory.compressed_pool import CompressedKVCache
 from executor.kv_memory.host_copies import HostCache
 from executor.kv_memory.packed_host_copies import PackedHostCache
@@ -72,13 +74,14 @@ class Result(NamedTuple):
     """ids: one per wanted row, sampler.INVALID where its logits were NaN. start_ns, end_ns: on perf_counter_ns.
 
     On CUDA start_ns is where the device began: the launch before it is host time. executed_rows: with the padding of a
-    graph, 0 without one.
+    graph, 0 without one. activated: experts that the batch touched, the mean over layers with experts; NaN without any.
     """
 
     ids: list[int]
     start_ns: int
     end_ns: int
     executed_rows: int = 0
+    activated: float = math.nan
 
 
 class Runner:
@@ -118,6 +121,7 @@ class Runner:
         self._timer = IterationTimer(cache.device) if cache.device.type == "cuda" else None
         self._packed = cache if isinstance(cache, CompressedKVCache) else None
         self._computed: dict[int, int] = {}
+        self.routed = RoutedRows(loaded.spec)
         self._left: list[tuple[int, list[int]]] = []
         self._poison_freed = poison
         self._to_poison: list[int] = []
@@ -363,7 +367,8 @@ class Runner:
             for _, device_ns in self._timer.finished():
                 start_ns = max(start_ns, end_ns - device_ns)
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
-        return Result(ids, start_ns, end_ns, executed)
+        routing = self.loaded.model.routing
+        return Result(ids, start_ns, end_ns, executed, self.routed.add(routing.read()) if routing else math.nan)
 
     def _start_timer(self, number: int) -> None:
         """Device time begins with the batch's first kernel: on an idle device an event passes when it is recorded, and

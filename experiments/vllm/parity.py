@@ -19,6 +19,7 @@ from policies import (
     Chunk,
     CountingLedger,
     Decodes,
+    ExtentLedger,
     Host,
     KVLedger,
     PolicyError,
@@ -82,12 +83,14 @@ def compare_with_vllm(
     reserve_full: bool = True,
     speculation: str = "",
     max_model_len: int = 0,
+    by_id: bool = False,
 ) -> Parity:
     """Drive `vllm_v1` with a vLLM step log and compare every step: ids, batch order, tokens and contexts.
 
     num_blocks counts the null block, as vLLM's own pool size does. Queue lengths, preemptions and free blocks are
     compared too where the log has them. speculation: method and drafts a step, such as ngram:4, of a log whose requests
-    have drafts. max_model_len: the engine's longest sequence, 0 where no request comes near it.
+    have drafts. max_model_len: the engine's longest sequence, 0 where no request comes near it. by_id: with the
+    executor's prefix cache instead of the simulator's.
     """
     steps = _read_steps(steps_path)
     drafting = _speculation(speculation, steps_path, steps)
@@ -108,18 +111,17 @@ def compare_with_vllm(
         raise ExperimentError(f"--num-blocks: found {num_blocks}, expected at least 2 (block 0 is never handed out)")
     if not 0 <= max_model_len <= LARGEST:
         raise ExperimentError(f"--max-model-len: found {max_model_len}, expected at least 1, or 0 for no limit")
+    free: dict[str, Any] = {
+        "free_order": free_order,
+        "drops_last_hit": drafting is not None and drafting.drops_last_hit,
+    }
     ledger: KVLedger
-    if prefix_caching:
-        ledger = BlockLedger(
-            num_blocks - 1,
-            block_size,
-            max_model_len,
-            prefix_caching=True,
-            free_order=free_order,  # type: ignore[arg-type]
-            drops_last_hit=drafting is not None and drafting.drops_last_hit,
-        )
-    else:
+    if not prefix_caching:
         ledger = CountingLedger(num_blocks - 1, block_size, max_model_len)
+    elif by_id:
+        ledger = BlockLedger(num_blocks - 1, block_size, max_model_len, prefix_caching=True, **free)
+    else:
+        ledger = ExtentLedger(num_blocks - 1, block_size, max_model_len, **free)
     scheduler = Scheduler(
         policy,
         ledger,

@@ -323,6 +323,10 @@ def _iterations(
         inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
     )
+    experts = column("activated_experts")
+    known = experts[~np.isnan(experts)]
+    found["activated_experts_mean"] = float(known.mean()) if len(known) else None
+    found["activated_experts_max"] = float(known.max()) if len(known) else None
     for name in ("running", "waiting"):
         found[f"{name}_mean"] = _ratio(float((column(name) * held).sum()), float(held.sum()))
         found[f"{name}_max"] = int(np.max(column(name), initial=0))

@@ -89,6 +89,9 @@ SUMMARY_KEYS: dict[str, str] = {
     "dummy_tokens": "padding rows planned by the policy in the window",
     "dummy_share": "dummy_tokens / (prefill + decode + dummy tokens)",
     "graph_padding_rows": "rows executed beyond tokens and dummies, to fill up a captured graph",
+    "activated_experts_mean": "experts that an iteration's rows went to, mean over layers with experts and over "
+    "iterations: counted live, expected in a simulation (null for dense models, or where costs do not say)",
+    "activated_experts_max": "the same of the iteration with most of them",
     "running_mean": "requests admitted, weighted by time while batches are in flight",
     "running_max": "most requests admitted at once",
     "waiting_mean": "requests queued, weighted by time while batches are in flight",

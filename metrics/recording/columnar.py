@@ -90,6 +90,7 @@ def iteration_tables(
     return table, _stage_table(table, rows, rows.stages(plain))
 
 
+_MEASURED = ("wall_s", "cpu_s", "activated_experts")
 _DIFFER = {
     "rank",
     "iteration",
@@ -101,8 +102,7 @@ _DIFFER = {
     "free_blocks",
     "device_s",
     "inside",
-    "wall_s",
-    "cpu_s",
+    *_MEASURED,
     "chunks",
     "cohorts",
 }
@@ -114,12 +114,14 @@ def _measured(plain: Plain, rows: int) -> dict[str, NDArray[np.float64]]:
     """The columns of live runs; NaN in simulated ones."""
     wall_s = np.full(rows, np.nan)
     if not plain.measured:
-        return {"wall_s": wall_s, "cpu_s": wall_s}
-    positions, walls, cpus = zip(*plain.measured)
+        return dict.fromkeys(_MEASURED, wall_s)
+    positions, *measured = zip(*plain.measured)
     at = ints(plain.at)[list(positions)]
-    cpu_s = wall_s.copy()
-    wall_s[at], cpu_s[at] = walls, cpus
-    return {"wall_s": wall_s, "cpu_s": cpu_s}
+    columns = {}
+    for name, values in zip(_MEASURED, measured):
+        columns[name] = wall_s.copy()
+        columns[name][at] = values
+    return columns
 
 
 def packed_requests(ended: Ended) -> tuple[bytes, Ints]:

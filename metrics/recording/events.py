@@ -134,7 +134,7 @@ class Plain(NamedTuple):
 
     rows: of `pack_row`. at: the row of the table that each of them becomes. chunks, cohorts: the fields of whatever
     does not fit there, from the second of each on, as flat numbers; stages: those of every stage given. measured:
-    (position in the buffer, wall_s, cpu_s) of iterations that were timed.
+    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed.
     """
 
     rows: list[bytes]
@@ -142,7 +142,7 @@ class Plain(NamedTuple):
     chunks: list[int]
     cohorts: list[int]
     stages: list[Ns]
-    measured: list[tuple[int, float, float]]
+    measured: list[tuple[int, float, float, float]]
 
     def clear(self) -> None:
         for held in self:

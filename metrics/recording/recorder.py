@@ -111,6 +111,7 @@ class Recorder:
         wall_s: float = _NAN,
         cpu_s: float = _NAN,
         stages: Sequence[tuple[Ns, Ns, Ns]] = (),
+        activated_experts: float = _NAN,
     ) -> None:
         """One completed batch. All columns of iterations.parquet; see `metrics.run_folder.columns.ITERATIONS`.
 
@@ -120,7 +121,7 @@ class Recorder:
         """
         _, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if wall_s == wall_s or cpu_s == cpu_s:
-            self._plain.measured.append((self._rows, wall_s, cpu_s))
+            self._plain.measured.append((self._rows, wall_s, cpu_s, activated_experts))
         self.row(
             pack_row(
                 replica,

@@ -7,6 +7,7 @@ integer comes back exactly through `to_ns` for runs of up to 26 days.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,7 +48,7 @@ class Column(NamedTuple):
 RANK = "rank"
 """Which of its replica's ranks a row is of."""
 
-LATER: dict[str, int | None] = {RANK: 0, "tenant": None, "program": None}
+LATER: dict[str, float | None] = {RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan}
 """Columns that run folders of earlier versions do not have, and what stands for them there."""
 
 NESTED = {
@@ -105,6 +106,12 @@ ITERATIONS = (
     Column("inside", "bool", "the batch shape lies in the cost model's measured region"),
     Column("wall_s", "float64", "wall-clock time of the iteration (live runs; NaN in simulated ones)"),
     Column("cpu_s", "float64", "CPU time of the iteration (live runs; NaN in simulated ones)"),
+    Column(
+        "activated_experts",
+        "float64",
+        "experts that at least one row went to, mean over layers with experts: counted in live runs, expected in "
+        "simulated ones (NaN where unknown or without experts)",
+    ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
 )

@@ -92,6 +92,17 @@ class RunTables:
             return set(schema(name).names) <= set(pq.read_schema(held).names)
         return True
 
+    def put_column(self, table: str, name: str, values: NDArray[Any]) -> None:
+        """Replace a column of a table in memory; for tables on disk nothing is done."""
+        import pyarrow as pa
+
+        held = self._tables[table]
+        if isinstance(held, Path):
+            return
+        place = held.schema.get_field_index(name)
+        field = held.schema.field(place)
+        self._tables[table] = held.set_column(place, field, pa.array(values, field.type))
+
     def rows(self, name: str) -> int:
         held = self._tables[name]
         if isinstance(held, Path):

@@ -444,16 +444,16 @@ class Draft:
         Returns those who were admitted in this plan because the blocks would be there: they have to go as well.
         """
         scheduler = self._scheduler
-        size, table = scheduler.ledger.block_size, scheduler.ledger.table(track)
-        blocks = list(table[prefix // size : context // size])
+        ledger = scheduler.ledger
+        size = ledger.block_size
+        taken = ledger.hold_nothing(track, prefix // size, context // size, empty)
         if scheduler.swap is not None:
-            blocks += scheduler.swap.coming_in(track)
-        taken = scheduler.ledger.hold_nothing(blocks)
-        empty.update(blocks)
+            first, last = scheduler.swap.coming_in(track, ledger)
+            taken |= ledger.hold_nothing(track, first, last, empty)
         if not taken:
             return []
         others = [chunk.track for chunk in self.chunks if chunk.track is not track]
-        return [other for other in others if not taken.isdisjoint(scheduler.ledger.table(other))]
+        return [other for other in others if ledger.holds_any(other, taken)]
 
     def _undo_chunk(self, at: int) -> None:
         part = self.parts.pop(at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from typing import Literal
 
 from policies.edges.errors import PolicyError
@@ -148,17 +148,30 @@ class BlockLedger(KVLedger):
         track.table = None
         track.blocks = 0
 
-    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
+    def hold_nothing(self, track: Track, first: int, last: int, empty: set[int]) -> set[int]:
+        blocks = self.table(track)[first:last]
         for block in blocks:
             if block in self._hash_of:
                 self._unname(block)
+        empty.update(blocks)
         return {block for block in blocks if self._users[block] > 1}
+
+    def holds_any(self, track: Track, blocks: set[int]) -> bool:
+        return not blocks.isdisjoint(self.table(track))
+
+    def filled_blocks(self, track: Track, empty: set[int]) -> int:
+        table = self.table(track)
+        return next((at for at, block in enumerate(table) if block in empty), len(table))
 
     def forget(self) -> None:
         self._hash_of.clear()
         self._blocks_of.clear()
         self._new_blocks.clear()
         self._look_anew(None, 0)
+
+    def next_overwritten(self) -> list[Hashable]:
+        """Names of the free blocks in the order in which they will be given out; None for those without a name."""
+        return [self._hash_of.get(block) for block in self._free]
 
     def take_new_blocks(self) -> list[tuple[int, int, int]]:
         new, self._new_blocks = self._new_blocks, []

@@ -7,10 +7,13 @@ names blocks by their tokens (policies of names are interchangeable: `BlockLedge
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Final, Protocol
 
 from policies.work.request import Request
 from policies.work.track import Track
+
+NO_END: Final = 1 << 60
+"""Where a run of names ends that goes on as long as its request."""
 
 
 class BlockNames(Protocol):
@@ -35,6 +38,14 @@ class TraceNames:
     """
 
     def name(self, track: Track, index: int, size: int) -> Hashable:
+        return (self.run(track, index, size)[0], index)
+
+    def history(self, track: Track, index: int, size: int, first_missed: int) -> Hashable | None:
+        key = self.history_key(track, size, first_missed)
+        return None if key is None else (key, index)
+
+    def run(self, track: Track, index: int, size: int) -> tuple[Hashable, int]:
+        """The key of a block's name, which is (key, index), and the first block after it that has another."""
         request = track.request
         hashes = request.prefix_hashes
         if hashes:
@@ -42,18 +53,19 @@ class TraceNames:
             if end <= request.prompt_tokens:
                 position = (end - 1) // request.hash_tokens
                 if position < len(hashes):
-                    return (hashes[position], index)
+                    last = (position + 1) * request.hash_tokens
+                    return hashes[position], min(last, request.prompt_tokens) // size
             if request.session is not None:
-                return (request.session, self._prefix(request, self._named(request, size), size), index)
-        return (None, request.id, index)
+                return (request.session, self._prefix(request, self._named(request, size), size)), NO_END
+        return (None, request.id), NO_END
 
-    def history(self, track: Track, index: int, size: int, first_missed: int) -> Hashable | None:
+    def history_key(self, track: Track, size: int, first_missed: int) -> Hashable | None:
+        """The key of all names that `history` gives."""
         request = track.request
         if request.session is None or not request.prefix_hashes:
             return None
         # Beyond its own hashes a turn finds what it left itself, before it was preempted.
-        named = min(first_missed, self._named(request, size))
-        return (request.session, self._prefix(request, named, size), index)
+        return (request.session, self._prefix(request, min(first_missed, self._named(request, size)), size))
 
     @staticmethod
     def _named(request: Request, size: int) -> int:

@@ -1,13 +1,14 @@
-"""The KV ledger: who holds how many blocks. Two implementations behind one interface, tested against each other.
+"""The KV ledger: who holds how many blocks. Three implementations behind one interface, tested against each other.
 
-`CountingLedger` keeps numbers and is what a simulation without prefix sharing needs. `BlockLedger` (block_ledger.py)
-hands out block ids; executor, prefix cache and parity need those. Both grant or refuse identically.
+`CountingLedger` keeps numbers and is what a simulation without prefix sharing needs. `ExtentLedger` (extent_ledger.py)
+is the simulation's prefix cache. `BlockLedger` (block_ledger.py) hands out block ids, which an executor needs, with a
+prefix cache or without. All grant or refuse identically.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Protocol
 
 from policies.edges.errors import PolicyError
@@ -93,9 +94,18 @@ class KVLedger:
         """Take back everything from a track that is in no cohort; its context says how much of it is computed."""
         raise NotImplementedError
 
-    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
-        """The batch that would have filled these blocks is not planned after all: nobody finds them any more.
-        Returns those that another request holds already."""
+    def hold_nothing(self, track: Track, first: int, last: int, empty: set[int]) -> set[int]:
+        """The batch that would have filled blocks [first, last) of a track's table is not planned after all: nobody
+        finds them any more. Adds them to `empty`, as numbers that mean nothing outside of the ledger, and returns those
+        that another request holds already."""
+        raise NotImplementedError
+
+    def holds_any(self, track: Track, blocks: set[int]) -> bool:
+        """Whether a running track holds some of the blocks that `hold_nothing` named."""
+        raise NotImplementedError
+
+    def filled_blocks(self, track: Track, empty: set[int]) -> int:
+        """Blocks of a running track that come before the first of those that `hold_nothing` named."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -158,8 +168,14 @@ class CountingLedger(KVLedger):
         self.free_blocks += track.blocks
         track.blocks = 0
 
-    def hold_nothing(self, blocks: Sequence[int]) -> set[int]:
+    def hold_nothing(self, track: Track, first: int, last: int, empty: set[int]) -> set[int]:
         return set()
+
+    def holds_any(self, track: Track, blocks: set[int]) -> bool:
+        return False
+
+    def filled_blocks(self, track: Track, empty: set[int]) -> int:
+        return track.blocks
 
     def forget(self) -> None:
         return

@@ -19,6 +19,7 @@ from policies.work.request import Ns
 from policies.work.track import Track
 
 if TYPE_CHECKING:
+    from policies.kv_memory.ledger import KVLedger
     from policies.scheduling.lifecycle import Roster
 
 Preemption = Literal["recompute", "swap", "auto"]
@@ -207,10 +208,13 @@ class Swap:
         slots = self._slots(swapped.pages, first, blocks)
         self._in[track.request.id] = Move(track.request.id, blocks - first, table, slots)
 
-    def coming_in(self, track: Track) -> Sequence[int]:
-        """Device blocks that the batch now planned would fill for a request from host memory."""
+    def coming_in(self, track: Track, ledger: KVLedger) -> tuple[int, int]:
+        """Which blocks [first, last) of its table the batch now planned would fill for a request from host memory."""
         move = self._in.get(track.request.id)
-        return () if move is None else move.blocks
+        if move is None:
+            return 0, 0
+        last = ledger.blocks_for(self.held[track.request.id].tokens)
+        return last - move.num_blocks, last
 
     def take_moves(self, admissions: int) -> tuple[Sequence[Move], Sequence[Move]]:
         """The moves (out, back) that come before the batch now planned, in this order. admissions: so far, in all."""

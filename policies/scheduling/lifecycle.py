@@ -7,7 +7,7 @@ tokens, promised answers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from policies.contract.draft import UNLIMITED, Draft
 from policies.edges.errors import PolicyError
@@ -189,7 +189,7 @@ class Roster(Lockstep):
         queues.parts.append(track)
         queues.parts_changed()
 
-    def stop(self, track: Track, how: Preemption | None = None, empty: Collection[int] = ()) -> None:
+    def stop(self, track: Track, how: Preemption | None = None, empty: set[int] | None = None) -> None:
         """Preempt a running track: back to the front of the queue, to recompute everything or to be swapped in.
 
         empty: blocks that it may hold and that were never filled, because the plan that would have done so is undone.
@@ -197,8 +197,7 @@ class Roster(Lockstep):
         queues = self.queues
         unplanned = self._unplanned(track)
         if empty:
-            table = self.ledger.table(track)
-            filled = next((at for at, block in enumerate(table) if block in empty), len(table))
+            filled = self.ledger.filled_blocks(track, empty)
             track.own_context = min(track.own_context, filled * self.ledger.block_size)
         kept = 0 if self.swap is None else self.swap.put_out(track, self, how)
         self._vacate(track)

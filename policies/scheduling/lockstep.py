@@ -164,6 +164,9 @@ class Lockstep:
             return False
         if ledger.by_id or self.admission is not None or self.swap is not None:
             return False
+        # What this chunk computes may be what somebody who waits has in common with it.
+        if ledger.prefix_caching and queues.waiting:
+            return False
         short = -(-context // ledger.block_size) - track.blocks
         if short < 0:
             short = 0
@@ -182,6 +185,8 @@ class Lockstep:
             return False
         if short:
             ledger.extend(track, context)
+        if ledger.prefix_caching:
+            ledger.computed(track, context)
         track.own_context = context
         track.chunks_in_flight = 1
         chunk = _new(_Chunk, (track, tokens, prefix, False))
@@ -206,7 +211,8 @@ class Lockstep:
             return
         if not self.promises.micro_batches or self.host.chase_chunks or self.chase_decodes:
             return
-        if self.ledger.by_id or self.admission is not None or self.swap is not None:
+        ledger = self.ledger
+        if ledger.by_id or ledger.prefix_caching or self.admission is not None or self.swap is not None:
             return
         if grown[0][2] == grown[0][0].size:
             batch.repeats_at = self.queues.changes

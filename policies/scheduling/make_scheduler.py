@@ -7,8 +7,9 @@ from collections.abc import Callable
 from policies.contract.host import Host
 from policies.contract.policy import Policy
 from policies.contract.speculation import Speculation
-from policies.kv_memory.block_ledger import BlockLedger
+from policies.kv_memory.block_ledger import BlockLedger, FreeOrder
 from policies.kv_memory.block_names import BlockNames
+from policies.kv_memory.extent_ledger import ExtentLedger
 from policies.kv_memory.ledger import CountingLedger, KVLedger
 from policies.kv_memory.swap import Swap
 from policies.scheduling.overload_ladder import AdmissionControl
@@ -56,11 +57,11 @@ def make_scheduler(
     """A scheduler for one engine.
 
     num_blocks: usable blocks of the pool. max_model_len: longest prompt + declared output; longest_by: whose limit
-    that is, for the reason of a rejection. token_budget, max_num_seqs,
-    watermark: the policy's own defaults where None. micro_batches: pipeline depth. by_id: give out block ids (the
-    executor needs them; prefix caching always does). prefix_caching: share equal prefixes, whatever the policy (one
-    that has such a knob may switch it on as well). names: what tells equal prefixes. swap: host memory for preempted
-    requests. admission: what to do when memory runs short. speculation: how tokens are drafted, if they are.
+    that is, for the reason of a rejection. token_budget, max_num_seqs, watermark: the policy's own defaults where None.
+    micro_batches: pipeline depth. by_id: give out block ids, which an executor needs. prefix_caching: share equal
+    prefixes, whatever the policy (one that has such a knob may switch it on as well). names: what tells equal prefixes,
+    by id; a trace's hashes and sessions by default. swap: host memory for preempted requests. admission: what to do
+    when memory runs short. speculation: how tokens are drafted, if they are.
 
     ahead: plan one batch ahead of the running one (see `Scheduler.depth`); None: as the policy's system does on such an
     engine (`Policy.plans_ahead`). on_gpu: the engine runs on GPUs.
@@ -70,15 +71,21 @@ def make_scheduler(
         ahead = policy.plans_ahead(on_gpu=on_gpu, stages=micro_batches, speculation=method)
     caching = prefix_caching or bool(getattr(policy, "prefix_caching", False))
     ledger: KVLedger
-    if by_id or caching:
+    free_order: FreeOrder = getattr(policy, "free_order", "0.32")
+    drops_last_hit = speculation is not None and speculation.drops_last_hit
+    if by_id or names is not None:
         ledger = BlockLedger(
             num_blocks,
             block_size,
             max_model_len,
             prefix_caching=caching,
-            free_order=getattr(policy, "free_order", "0.32"),
+            free_order=free_order,
             names=names,
-            drops_last_hit=speculation is not None and speculation.drops_last_hit,
+            drops_last_hit=drops_last_hit,
+        )
+    elif caching:
+        ledger = ExtentLedger(
+            num_blocks, block_size, max_model_len, free_order=free_order, drops_last_hit=drops_last_hit
         )
     else:
         ledger = CountingLedger(num_blocks, block_size, max_model_len)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from policies.work.request import Ns, Request
 
 if TYPE_CHECKING:
+    from policies.kv_memory.extent_ledger import Extent
     from policies.work.cohort import Cohort
 
 NEVER: Ns = -1
@@ -23,6 +24,8 @@ class Track:
     ends_after: output tokens after which the oracle ends it (never more than the declared limit).
     drafts: tokens drafted for it after its last step, to be verified in its next (only with speculation).
     blocks: KV blocks held when the request last joined a cohort, or now if it is in none.
+    table, extents, named_blocks: what it holds, as its ledger writes it down: block ids, or the extents of its first
+        named_blocks blocks (see `policies.kv_memory.extent_ledger`).
     segments: (cohort number, from step, to step), half-open; with the cohorts' times they give every token's time.
     """
 
@@ -39,11 +42,13 @@ class Track:
         "drafts",
         "ends_after",
         "epoch",
+        "extents",
         "finished_ns",
         "first_token_ns",
         "hands_over",
         "last_token_ns",
         "limit_after",
+        "named_blocks",
         "order",
         "own_context",
         "own_known",
@@ -77,6 +82,8 @@ class Track:
         self.ends_after = min(ends_after, request.max_output_tokens)
         self.blocks = 0
         self.table: array[int] | None = None
+        self.extents: list[Extent] | None = None
+        self.named_blocks = 0
         self.epoch = 0
         self.preemptions = 0
         self.cached_total = 0

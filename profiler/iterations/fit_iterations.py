@@ -8,7 +8,7 @@ clocks): a mean over thousands of live iterations pays the one and inherits the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
 from profiler.iterations.aftermath import after, fit_aftermath
+from profiler.iterations.expert_layers import ExpertLayers
 from profiler.iterations.flicker import flicker_of
 from profiler.iterations.iteration_model import (
+    AMOUNTS,
     ROW_TERMS,
     Bounds,
     IterationFit,
@@ -40,11 +42,13 @@ ALTERNATIONS = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """One distinct shape: median device seconds of what was not disturbed, and how many measurements that is."""
+    """One distinct shape: median device seconds of what was not disturbed, and how many measurements that is. touched:
+    experts of all layers together that it went to; measurements of one shape that differ in it are held apart."""
 
     shape: BatchShape
     device_s: float
     count: int
+    touched: float = 0.0
 
 
 def shapes_of(table: Any) -> list[BatchShape]:
@@ -67,21 +71,23 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
     """Fit the `iteration` rows of one device, model, dtype and backend; raises ProfileError if there are too few."""
     table = profile.rows_of("iteration").reset_index(drop=True)
     everything = shapes_of(table)
+    layers = ExpertLayers.of_provenance(profile.provenance.get("routing"))
+    touched = table["experts"].to_numpy(float) if layers is not None else None
     calm = table["outlier"].to_numpy() == 0
     own_s = own_seconds(table)
     slowness = np.ones(len(table))
     for _ in range(ALTERNATIONS):
         # The machine's speed while it measured, and the prices at its average speed: one after the other.
-        measured = grouped(everything, own_s / slowness, calm)
+        measured = grouped(everything, own_s / slowness, calm, touched)
         if len(measured) < LEAST_SHAPES:
             found = f"profile: found {len(measured)} distinct iterations, expected at least {LEAST_SHAPES}"
             raise ProfileError(f"{found}; measure for longer (--budget)")
         shapes = [item.shape for item in measured]
-        design = _design(shapes)
+        design = _design(shapes, None if touched is None else np.array([item.touched for item in measured]))
         seconds = np.array([item.device_s for item in measured])
         weights = np.sqrt(np.minimum([item.count for item in measured], 9)) / 3.0
         prices = _solve(design, seconds, weights)
-        fitted = np.maximum(_design(everything) @ prices, 1.0)
+        fitted = np.maximum(_design(everything, touched) @ prices, 1.0)
         excess = np.log(own_s * 1e9 / fitted)
         slowness = slowness_of(table["at_s"].to_numpy(), excess, table["gauge_s"].to_numpy(float))
     rng = np.random.default_rng(seed)
@@ -91,7 +97,9 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         ensemble.append(tuple(_solve(design[rows], seconds[rows], weights[rows]).tolist()))
     at_s, logs = table["at_s"].to_numpy(), np.log(slowness)
     observed = table["median_s"].to_numpy() * 1e9
-    prices_after = _aftermath(profile, prices, at_s, slowness)
+    if layers is not None:
+        layers = replace(layers, price_ns=float(prices[-1]))
+    prices_after = _aftermath(profile, prices, at_s, slowness, layers)
     before, after = _host(table, everything, calm, slowness)
     held_out = _held_out(design, seconds, weights, shapes)
     inside = np.abs(design @ prices / (seconds * 1e9) - 1)
@@ -101,7 +109,8 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
         dtype=_only(table, "dtype"),
         backend=_only(table, "backend"),
         row_prices=tuple(prices[: len(ROW_TERMS)].tolist()),
-        prices=tuple(prices[len(ROW_TERMS) :].tolist()),
+        prices=tuple(prices[len(ROW_TERMS) : len(ROW_TERMS) + len(AMOUNTS)].tolist()),
+        experts=layers,
         host_before=before,
         host_after=after,
         bounds=_bounds(shapes),
@@ -119,7 +128,7 @@ def fit_iterations(profile: Profile, *, seed: int = 0, resamples: int = RESAMPLE
             "held_out_median": float(np.median(held_out)),
             "held_out_p95": float(np.quantile(held_out, 0.95)),
         },
-        noise=_noise(everything, observed / slowness, calm),
+        noise=_noise(everything, observed / slowness, calm, touched),
         provenance={"measured": dict(profile.provenance), "gauge": gauge_of(table, np.log(observed / fitted))},
     )
 
@@ -136,30 +145,38 @@ def own_seconds(table: Any) -> Array:
     return np.asarray(table["median_s"] * np.where(table["outlier"] == 0, 1.0, share), float)
 
 
-def grouped(shapes: Sequence[BatchShape], own_s: Array, calm: Any) -> list[Measured]:
+def grouped(shapes: Sequence[BatchShape], own_s: Array, calm: Any, touched: Array | None = None) -> list[Measured]:
     """Distinct shapes with the median of their undisturbed times; the least time where all were disturbed."""
-    by_shape: dict[BatchShape, list[tuple[bool, float]]] = {}
-    for shape, good, seconds in zip(shapes, calm, own_s):
-        by_shape.setdefault(shape, []).append((bool(good), float(seconds)))
     found = []
-    for shape, rows in by_shape.items():
-        times = [seconds for good, seconds in rows if good] or [min(seconds for _, seconds in rows)]
-        found.append(Measured(shape, float(np.median(times)), len(times)))
+    for (shape, _), rows in _by_shape(shapes, touched).items():
+        times = [float(own_s[row]) for row in rows if calm[row]] or [float(min(own_s[row] for row in rows))]
+        mean = 0.0 if touched is None else float(np.mean(touched[rows]))
+        found.append(Measured(shape, float(np.median(times)), len(times), mean))
     return found
+
+
+def _by_shape(shapes: Sequence[BatchShape], touched: Array | None) -> dict[tuple[BatchShape, int], list[int]]:
+    """Rows of each shape, those apart that touch more or fewer experts by some 5 %."""
+    sizes = [0] * len(shapes) if touched is None else np.round(20 * np.log(np.maximum(touched, 1))).astype(int).tolist()
+    rows: dict[tuple[BatchShape, int], list[int]] = {}
+    for row, key in enumerate(zip(shapes, sizes)):
+        rows.setdefault(key, []).append(row)
+    return rows
 
 
 def disagreement(fit: IterationFit, shapes: Sequence[BatchShape]) -> Array:
     """Standard deviation of the logarithm of the resampled fits' predictions, one number a shape."""
     if len(fit.resampled) < 2:
         return np.zeros(len(shapes))
-    predicted = _design(shapes) @ np.array(fit.resampled).T
+    predicted = _expected_design(fit, shapes) @ np.array(fit.resampled).T
     return np.asarray(np.log(np.maximum(predicted, 1.0)).std(axis=1))
 
 
 def predicted_device_s(fit: IterationFit, shapes: Sequence[BatchShape]) -> Array:
     """Seconds on an undisturbed machine: what medians of a probe are compared with."""
-    prices = np.array([*fit.row_prices, *fit.prices])
-    return np.asarray(_design(shapes) @ prices / 1e9)
+    experts = [fit.experts.price_ns] if fit.experts else []
+    prices = np.array([*fit.row_prices, *fit.prices, *experts])
+    return np.asarray(_expected_design(fit, shapes) @ prices / 1e9)
 
 
 def crude_model(shapes: Sequence[BatchShape], seconds: Array, *, device: str, model: str) -> IterationModel:
@@ -185,10 +202,23 @@ def crude_model(shapes: Sequence[BatchShape], seconds: Array, *, device: str, mo
 # Inside
 
 
-def _design(shapes: Sequence[BatchShape]) -> Array:
-    """[shapes, ROW_TERMS + AMOUNTS]"""
+def _design(shapes: Sequence[BatchShape], touched: Array | None = None) -> Array:
+    """[shapes, ROW_TERMS + AMOUNTS], and a column of touched experts where they are known."""
     columns = ShapeColumns.of(shapes)
-    return np.concatenate([row_basis(columns.rows), amounts(columns).astype(np.float64)], axis=1)
+    parts = [row_basis(columns.rows), amounts(columns).astype(np.float64)]
+    return np.concatenate(parts if touched is None else [*parts, touched[:, None]], axis=1)
+
+
+def _expected_design(fit: IterationFit, shapes: Sequence[BatchShape]) -> Array:
+    return _design(shapes, _expected(fit.experts, shapes))
+
+
+def _expected(layers: ExpertLayers | None, shapes: Sequence[BatchShape]) -> Array | None:
+    """Experts that these shapes are expected to touch; None without any."""
+    if layers is None:
+        return None
+    columns = ShapeColumns.of(shapes)
+    return layers.touched(columns.rows, columns.sampled)
 
 
 def _solve(design: Array, seconds: Array, weights: Array) -> Array:
@@ -256,7 +286,9 @@ def _host(
     return before, after
 
 
-def _aftermath(profile: Profile, prices: Array, at_s: Array, slowness: Array) -> list[float]:
+def _aftermath(
+    profile: Profile, prices: Array, at_s: Array, slowness: Array, layers: ExpertLayers | None
+) -> list[float]:
     """Prices of what chunks leave to the steps after them; the machine's speed is that of the step before."""
     table = profile.rows_of("after_chunks")
     table = table[table["outlier"] == 0]
@@ -274,17 +306,14 @@ def _aftermath(profile: Profile, prices: Array, at_s: Array, slowness: Array) ->
         )
         for shape, step in zip(shapes, steps.tolist())
     ]
-    base = np.maximum(_design(grown) @ prices, 1.0)
+    base = np.maximum(_design(grown, _expected(layers, grown)) @ prices, 1.0)
     return fit_aftermath(led, steps, table["median_s"].to_numpy() * 1e9 / slowness[at], base)
 
 
-def _noise(shapes: Sequence[BatchShape], observed: Array, calm: Any) -> dict[str, float]:
+def _noise(shapes: Sequence[BatchShape], observed: Array, calm: Any, touched: Array | None = None) -> dict[str, float]:
     """Relative deviation of repeats of one shape from their median: what no fit can get below."""
-    groups: dict[BatchShape, list[float]] = {}
-    for shape, time, good in zip(shapes, observed, calm):
-        if good:
-            groups.setdefault(shape, []).append(float(time))
-    repeats = [times for times in groups.values() if len(times) >= 3]
+    groups = [[float(observed[row]) for row in rows if calm[row]] for rows in _by_shape(shapes, touched).values()]
+    repeats = [times for times in groups if len(times) >= 3]
     deviations = [abs(time / float(np.median(times)) - 1) for times in repeats for time in times]
     share = {"outlier_share": float(1 - calm.mean())}
     if not deviations:

@@ -14,7 +14,9 @@ from policies.edges.output_file import write_text
 from policies.edges.settings import check_value, shown
 from profiler.errors import ProfileError
 from profiler.iterations.aftermath import PRICES as AFTERMATH_PRICES
+from profiler.iterations.expert_layers import ExpertLayers
 from profiler.iterations.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit, IterationModel
+from profiler.specs.routing import Routing
 
 FORMAT = "charioteer fitted iterations"
 VERSION = 1
@@ -61,11 +63,13 @@ def read_fit(path: str | Path) -> IterationFit:
         found: Any = document.get(entry.name)
         if entry.name in counts:
             values[entry.name] = _prices(path, entry.name, found, counts[entry.name])
+        elif entry.name == "experts":
+            values["experts"] = _experts(path, found)
         elif entry.name == "resampled":
             if not isinstance(found, list) or len(found) > 1000:
                 raise ProfileError(f"{path}: resampled: found {shown(found)}, expected a list of at most 1,000 fits")
             rows = found
-            both = counts["row_prices"] + counts["prices"]
+            both = counts["row_prices"] + counts["prices"] + bool(document.get("experts"))
             values["resampled"] = tuple(_prices(path, "resampled", row, both) for row in rows)
         elif entry.name == "aftermath":
             values["aftermath"] = _prices(path, entry.name, found, AFTERMATH_PRICES) if found else ()
@@ -103,6 +107,24 @@ def _prices(path: Path, name: str, values: Any, count: int) -> tuple[float, ...]
     if not good or not all(type(v) in (int, float) and 0 <= v < 1e15 for v in values):
         raise ProfileError(f"{path}: {name}: found {shown(values)}, expected {count} numbers of 0 or more")
     return tuple(float(value) for value in values)
+
+
+def _experts(path: Path, found: Any) -> ExpertLayers | None:
+    """Checked as everything else: a price, and for every layer chances of equally many experts with equal sums."""
+    if found is None:  # also of every file of an earlier version
+        return None
+    routing = found.get("routing") if isinstance(found, dict) else None
+    layers = routing.get("chances") if isinstance(routing, dict) else None
+    if not (isinstance(layers, list) and 1 <= len(layers) <= 1024 and isinstance(layers[0], list) and layers[0]):
+        layers = []
+    if not layers or type(found.get("trimmed")) is not bool:
+        raise ProfileError(f"{path}: experts: found {shown(found)}, expected price_ns, routing with chances, trimmed")
+    chances = tuple(_prices(path, "experts: chances", layer, len(layers[0])) for layer in layers)
+    sums = [sum(layer) for layer in chances]
+    if max(map(max, chances)) > 1 or sums[0] < 0.99 or max(sums) - min(sums) > 0.01:
+        raise ProfileError(f"{path}: experts: chances: found sums {shown(sums[:4])}, expected one top k in all layers")
+    (price,) = _prices(path, "experts: price_ns", [found.get("price_ns")], 1)
+    return ExpertLayers(price, Routing(str((routing or {}).get("name"))[:LONGEST_TEXT], chances), found["trimmed"])
 
 
 def _bounds(path: Path, values: Any) -> Bounds:

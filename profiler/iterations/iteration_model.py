@@ -19,6 +19,7 @@ from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.errors import ProfileError
 from profiler.iterations.aftermath import extra_ns
+from profiler.iterations.expert_layers import ExpertLayers
 from profiler.iterations.flicker import Later, deviation
 from profiler.roofline.row_table import RowTable
 from profiler.specs.shape_columns import ShapeColumns, attended_pairs
@@ -77,9 +78,10 @@ class Bounds:
 class IterationFit:
     """Prices in nanoseconds a unit, and how sure they are.
 
-    row_prices: one per ROW_TERMS; prices: one per AMOUNTS. resampled: rows of [row_prices, prices] fitted to resampled
-    shapes. host_before: one price per HOST_AMOUNTS; host_after: (a step, a sampled row). aftermath: what batches with
-    chunks leave to the steps after them (`profiler.iterations.aftermath`), empty where nothing was seen.
+    row_prices: one per ROW_TERMS; prices: one per AMOUNTS. experts: of a model that has some. resampled: rows of
+    [row_prices, prices, and the price of an expert where there are any] fitted to resampled shapes. host_before: one
+    price per HOST_AMOUNTS; host_after: (a step, a sampled row). aftermath: what batches with chunks leave to the steps
+    after them (`profiler.iterations.aftermath`), empty where nothing was seen.
     disturbance: mean time
     lost to whatever else the machine did while measuring, as a share. drift: standard deviation of the machine's speed
     between stretches of the measurement; phases: how many independent values of it were seen; seen_s: how long the
@@ -98,6 +100,7 @@ class IterationFit:
     bounds: Bounds
     resampled: tuple[tuple[float, ...], ...] = ()
     aftermath: tuple[float, ...] = ()
+    experts: ExpertLayers | None = None
     disturbance: float = 0.0
     drift: float = 0.0
     phases: float = 0.0
@@ -133,6 +136,9 @@ class IterationModel:
         self._host_before = tuple(price * factor for price in fit.host_before)
         self._host_after = tuple(price * factor for price in fit.host_after)
         self._factor = factor
+        self._experts, self._expert_price = fit.experts, fit.experts.price_ns * factor if fit.experts else 0.0
+        of_sampled = fit.experts is not None and fit.experts.trimmed
+        self._last_layer = RowTable(self._sampled_terms, 256) if of_sampled else None
         self._rows = RowTable(self._row_terms, 2048)
         self._rows_ns: list[int] = self._rows.ns
 
@@ -140,7 +146,14 @@ class IterationModel:
         total = np.zeros(len(rows))
         for column, price in zip(row_basis(rows).T, self._row_prices):
             total += column * price
-        return {"rows": (total + 0.5).astype(np.int64)}
+        terms = {"rows": (total + 0.5).astype(np.int64)}
+        if self._experts is not None:
+            terms["experts"] = (self._experts.by_rows(rows) * self._expert_price + 0.5).astype(np.int64)
+        return terms
+
+    def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
+        assert self._experts is not None
+        return {"experts": (self._experts.by_sampled(sampled) * self._expert_price + 0.5).astype(np.int64)}
 
     # --- CostModel ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +192,8 @@ class IterationModel:
             rows = executed
         if not rows:
             return 0
+        if self._last_layer is not None:
+            ns += self._last_layer.at(sampled)
         return ns + (self._rows_ns[rows] if rows < len(self._rows_ns) else self._rows.at(rows))
 
     def send_ns(self, shape: BatchShape, stage: int) -> Ns:
@@ -208,6 +223,8 @@ class IterationModel:
         ns = self._rows.each(rows)
         for column, price in zip(amounts(columns).T, self._prices):
             ns += _rounded(column, price)
+        if self._last_layer is not None:
+            ns += self._last_layer.each(columns.sampled)
         return np.where(rows > 0, ns, 0)
 
     def breakdown(self, shape: BatchShape) -> Mapping[str, Ns]:
@@ -216,11 +233,21 @@ class IterationModel:
         parts = {"host_before": before}
         rows = shape.rows
         if rows:
-            parts["rows"] = self._rows.at(rows)
+            of_rows = self._row_terms(np.array([rows], np.int64))
+            parts |= {name: int(column[0]) for name, column in of_rows.items()}
+            if self._last_layer is not None:
+                parts["experts"] += self._last_layer.at(shape.sampled)
             row = amounts(ShapeColumns.of([shape]))[0]
             parts |= {name: int(value * price + 0.5) for name, value, price in zip(AMOUNTS, row.tolist(), self._prices)}
         parts["host_after"] = after
         return {name: ns for name, ns in parts.items() if ns}
+
+    def activated_experts(self, shapes: object) -> Array:
+        """Experts that each batch is expected to touch, the mean over layers with experts; NaN for a dense model."""
+        columns = ShapeColumns.of(shapes)
+        if self._experts is None:
+            return np.full(len(columns), np.nan)
+        return self._experts.mean(columns.rows, columns.sampled)
 
     def inside(self, shape: BatchShape) -> bool:
         bounds = self.fit.bounds
@@ -268,8 +295,10 @@ class IterationModel:
         if not fit.resampled:
             return IterationModel(fit, speed=speed)
         prices = fit.resampled[seed % len(fit.resampled)]
-        count = len(ROW_TERMS)
-        return IterationModel(replace(fit, row_prices=prices[:count], prices=prices[count:], resampled=()), speed=speed)
+        rows, both = len(ROW_TERMS), len(ROW_TERMS) + len(AMOUNTS)
+        experts = replace(fit.experts, price_ns=prices[both]) if fit.experts else None
+        drawn = replace(fit, row_prices=prices[:rows], prices=prices[rows:both], experts=experts, resampled=())
+        return IterationModel(drawn, speed=speed)
 
 
 def _student(share: float, phases: float) -> float:

@@ -71,6 +71,7 @@ COUNT_COLUMNS = (
     "bytes",
     "repeats",
     "outlier",
+    "experts",
 )
 TIME_COLUMNS = ("median_s", "min_s", "max_s")
 LAPSE_COLUMNS = ("host_before_s", "host_after_s", "cpu_s", "at_s", "gauge_s")
@@ -97,6 +98,7 @@ COLUMNS = (
     "bytes",
     "repeats",
     "outlier",
+    "experts",
     *TIME_COLUMNS,
     *LAPSE_COLUMNS,
 )
@@ -109,7 +111,8 @@ bytes: message size of all_reduce and send. repeats: measurements behind the row
 measurer's rule says that something disturbed it. min_s, max_s: NaN where unknown. Of an iteration also host_before_s
 and host_after_s (median_s is the device's part alone), cpu_s (processor time of the whole of it), at_s (when, since
 measuring began) and gauge_s (what a fixed bit of work took just before, which tells the machine's speed); NaN where
-unknown. A shape column that does not apply is 0, a text column empty.
+unknown. experts: of an iteration, experts that it touched, all layers together. A shape column that does not apply is
+0, a text column empty.
 """
 
 _CHUNK = re.compile(r"(\d{1,9}):(\d{1,9})(?:x(\d{1,9}))?\Z", re.ASCII)

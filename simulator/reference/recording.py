@@ -58,6 +58,7 @@ class Recording:
                 "inside": inside,
                 "wall_s": float("nan"),
                 "cpu_s": float("nan"),
+                "activated_experts": float("nan"),
                 "chunks": [
                     {"request": row.job.request.id, "tokens": row.tokens, "prefix": row.prefix, "samples": row.samples}
                     for row in chunks

@@ -84,6 +84,8 @@ class PromiseChecks:
             return None
         if not scheduler.may_repeat or ledger.by_id or scheduler.admission is not None or scheduler.swap is not None:
             return None
+        if ledger.prefix_caching and scheduler.queues.waiting:
+            return None
         short = max(0, ledger.blocks_for(prefix + tokens) - track.blocks)
         if grown:
             cohort = grown[0][0]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from simpy import Event
 
 from metrics import Recorder
-from metrics.recording.events import CHUNK_FIELDS, COHORT_FIELDS, pack_row
+from metrics.recording.events import pack_row
 from policies import Batch, BatchShape, Ns, Scheduler, Track
 from simulator.clock.virtual_time import COMPLETION, FAR, WAKE, Moment, Nanoseconds, VirtualTime
 from simulator.replica.fast_costs import later, refuse, times_of_ranks
@@ -192,37 +192,24 @@ class Rank(Replica):
         )
 
     def record(self, step: Step, part: Part) -> None:
-        """The row of a step that is complete, as `PlainReplica` records its batches."""
-        batch, shape = part.batch, part.shape
-        chunks = batch.chunks if batch is not None else []
-        cohorts = [(grown[0].number, grown[1], grown[2]) for grown in batch.grown if grown[2]] if batch else []
-        fields = [(chunk[0].request.id, chunk[1], chunk[2], chunk[3]) for chunk in chunks]
-        self.recorder.row(
-            pack_row(
-                self.number,
-                step.number,
-                step.planned_ns,
-                step.start_ns,
-                step.end_ns,
-                *shape[1:7],
-                len(batch.preempted) if batch is not None else 0,
-                part.running,
-                part.waiting,
-                part.free_blocks,
-                batch.cached_tokens if batch is not None else 0,
-                part.host_before_ns,
-                part.host_after_ns,
-                part.device_ns,
-                self._inside(shape),
-                len(fields),
-                len(cohorts),
-                0,
-                *(fields[0] if fields else (0,) * CHUNK_FIELDS),
-                *(cohorts[0] if cohorts else (0,) * COHORT_FIELDS),
-            ),
-            [field for chunk in fields[1:] for field in chunk],
-            [field for cohort in cohorts[1:] for field in cohort],
+        """The row of a step that is complete: its batch with the number and the rows of the step, or a dummy's."""
+        batch = part.batch if part.batch is not None else Batch(0, step.planned_ns, [], [], [], [], [], 0, DUMMY)
+        own = batch.number, batch.shape
+        batch.number, batch.shape = step.number, part.shape
+        self._record(
+            batch,
+            step.start_ns,
+            step.end_ns,
+            part.host_before_ns,
+            part.host_after_ns,
+            part.device_ns,
+            [],
+            part.running,
+            part.waiting,
+            part.free_blocks,
+            self._inside(part.shape),
         )
+        batch.number, batch.shape = own
 
     def ended(self, tracks: Sequence[Track]) -> None:
         """Tell of those whose last token was delivered."""
@@ -445,9 +432,12 @@ class RankGroup:
         first, ends, device = leap
         before = max([part.host_before_ns for part in first.parts])
         planned = [first.planned_ns, *ends]
-        for at, (rank, part) in enumerate(zip(self.ranks, first.parts)):
-            if done:
-                self._record_steps(rank, part, leap, done, at)
+        if done:
+            recorder = self.ranks[0].recorder
+            of_ranks = enumerate(zip(self.ranks, first.parts))
+            for rows in zip(*[self._rows(rank, part, leap, done, at) for at, (rank, part) in of_ranks]):
+                for row in rows:
+                    recorder.row(row)
         parts = []
         for at, part in enumerate(first.parts):
             free = self.ranks[at].scheduler.ledger.free_blocks
@@ -460,7 +450,7 @@ class RankGroup:
         self._host_free_ns = [planned[done] + part.host_before_ns for part in parts]
         self._steps.append(step)
 
-    def _record_steps(self, rank: Rank, part: Part, leap: GroupLeap, done: int, at: int) -> None:
+    def _rows(self, rank: Rank, part: Part, leap: GroupLeap, done: int, at: int) -> list[bytes]:
         """The rows of a rank for the first `done` steps of a leap, which its scheduler crosses."""
         first, ends, device = leap
         batch = part.batch
@@ -476,7 +466,7 @@ class RankGroup:
         number, step, size = cohort
         planned, free = first.planned_ns, part.free_blocks
         own = device[at].tolist()
-        rows: list[Any] = []
+        rows: list[bytes] = []
         for i in range(done):
             end = ends[i]
             rows.append(
@@ -513,8 +503,7 @@ class RankGroup:
             )
             planned = end
             free -= taken[i]
-        for row in rows:
-            rank.recorder.row(row)
+        return rows
 
 
 def _inside_each(inside: Callable[[BatchShape], bool], shape: BatchShape, steps: int) -> list[bool]:

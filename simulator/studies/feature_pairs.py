@@ -37,6 +37,7 @@ FEATURES = (
     Feature("pipeline", {"pp": 2}),
     Feature("ranks", {"dp": 2}),
     Feature("ranks that step together", {"dp": 2, "ranks_step": "together"}),
+    Feature("experts over ranks", {"model": "qwen3-30b-a3b", "dp": 2, "ep": True}),
     Feature("planning ahead", {"knobs": {"async_scheduling": True}}),
     Feature("prefix cache", {"prefix_caching": True}, {"turns": "fixed:3", "think": "fixed:0.05"}),
     Feature("swapping", {"preemption": "swap"}),

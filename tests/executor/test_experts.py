@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from executor.distributed.layout import Layout, Shard
 from executor.distributed.shard_weights import shard_weights
+from executor.kernels import make_kernels
 from executor.kernels.experts import Experts, ExpertWeights, PlainExperts
 from executor.kernels.native import NativeKernels
 from executor.kernels.plain import PlainKernels
@@ -22,12 +24,14 @@ from executor.model.loading import Loaded, ModelSource, load_model
 from executor.model.model import Model
 from executor.model.weights import random_weights
 from executor.native.library import native_reason
+from metrics.run_folder.folder import read_run
 from policies import policy_names
 from profiler.specs.model_spec import ModelSpec
+from profiler.specs.routing import Routing
 from tests.executor.batches import blocks_needed, make_step
 from tests.executor.test_mixed_batches import LENGTHS, check, knobs_for, serve, small_trace
 
-CPU = torch.device("cpu")
+CPU, FLOAT = torch.device("cpu"), torch.float32
 needs_native = pytest.mark.skipif(bool(native_reason()), reason=native_reason())
 
 SPEC = ModelSpec(
@@ -216,3 +220,59 @@ def test_partial_sums_of_all_ranks_are_the_whole_layer(tp: int, pp: int) -> None
                 PlainExperts(part.experts, new_counts(SPEC.experts)).add(x, total)
             expected = PlainExperts(layer.experts, new_counts(SPEC.experts)).add(x, torch.zeros_like(x))
             assert torch.allclose(total, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("law", ["balanced", "power:1.2"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
+def test_counted_experts_are_as_many_as_the_law_of_their_routing_expects(kernels: str, law: str) -> None:
+    """Logits of log popularity and Gumbel noise choose a token's experts one after the other, without putting back."""
+    experts, top_k = 32, 4
+    popularity = np.arange(1, experts + 1) ** -float(law.partition(":")[2] or 0)
+    layer = make_kernels(kernels, CPU, torch.float32).experts(
+        as_dtype(
+            replace(drawn(experts, experts, 2, top_k, 0, gate=False, norm=True), router=torch.eye(experts)), FLOAT
+        ),
+        new_counts(experts),
+    )
+    rng, routing = np.random.default_rng(5), Routing.named(law, experts, top_k)
+    for rows in (1, 8, 40):
+        touched = []
+        for _ in range(150):
+            logits = torch.from_numpy(np.log(popularity) + rng.gumbel(size=(rows, experts))).float()
+            layer.add(logits, torch.zeros(rows, experts))
+            touched.append(int((layer.counts > 0).sum()))
+        (expected,) = routing.activated([rows])
+        error = max(float(np.std(touched)) / np.sqrt(len(touched)), 1e-9)
+        assert abs(np.mean(touched) - expected) < 4 * error + 0.01 * expected
+
+
+def test_a_run_records_the_experts_of_every_iteration_and_the_rows_of_every_expert(tmp_path: Path) -> None:
+    run = serve(
+        model("float64", "torch", "reference"), small_trace(LENGTHS), policy="chunked", knobs={"chunk_size": 16}
+    )
+    run.write(tmp_path / "run")
+    read = read_run(tmp_path / "run")
+    activated = read.column("iterations", "activated_experts")
+    assert (activated >= SPEC.top_k).all()
+    assert activated.max() <= SPEC.experts
+    routed = read.config["routing"]
+    tokens, samples = sum(prompt + output - 1 for prompt, output in LENGTHS), sum(output for _, output in LENGTHS)
+    assert routed["rows"] == [tokens, samples]
+    assert [sum(layer) for layer in routed["counts"]] == [2 * tokens, 2 * samples]
+    assert read.summary["activated_experts_mean"] == pytest.approx(activated.mean())
+    assert read.summary["activated_experts_max"] == activated.max()
+
+
+def test_a_dense_run_records_no_experts_and_folders_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    from tests.executor.test_mixed_batches import model as dense_model
+
+    run = serve(dense_model("float64", "torch", "reference"), small_trace(LENGTHS), policy="chunked")
+    run.write(tmp_path / "run")
+    file = tmp_path / "run/iterations.parquet"
+    pq.write_table(pq.read_table(file).drop(["activated_experts"]), file)
+    read = read_run(tmp_path / "run")
+    assert "routing" not in read.config
+    assert np.isnan(read.column("iterations", "activated_experts")).all()
+    assert read.summary["activated_experts_mean"] is None

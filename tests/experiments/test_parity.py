@@ -17,6 +17,7 @@ LOGS = [
     ("nano_rate2_512", 3761, 0, {"num_blocks": 4096, "block_size": 128}),
     ("preempt_b512_k250", 487, 6, {"num_blocks": 250, "block_size": 32}),
     ("preempt_cache_b512_k250", 509, 7, {"num_blocks": 250, "block_size": 32, "prefix_caching": True}),
+    ("preempt_cache_b512_k250", 509, 7, {"num_blocks": 250, "block_size": 32, "prefix_caching": True, "by_id": True}),
     ("spec_b512", 117, 0, {"num_blocks": 4096, "block_size": 32, "speculation": "ngram:4", "max_model_len": 2048}),
     (
         "spec_preempt_b512_k90",
@@ -27,7 +28,7 @@ LOGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS, ids=[log[0] for log in LOGS])
+@pytest.mark.parametrize(("name", "steps", "preemptions", "engine"), LOGS)
 def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engine):
     result = compare_with_vllm(
         STEP_LOGS / f"steps_{name}.parquet",
@@ -41,7 +42,8 @@ def test_every_step_is_planned_as_vllm_planned_it(name, steps, preemptions, engi
     assert result.free_blocks_checked == steps
 
 
-def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
+@pytest.mark.parametrize("by_id", [False, True])
+def test_the_older_free_list_order_misses_one_step_of_the_newer_engine(by_id):
     """0.19 put every freed block at the tail; the log of 0.32 tells the two apart at step 272."""
     result = compare_with_vllm(
         STEP_LOGS / "steps_preempt_cache_b512_k250.parquet",
@@ -52,6 +54,7 @@ def test_the_older_free_list_order_misses_one_step_of_the_newer_engine():
         block_size=32,
         prefix_caching=True,
         free_order="0.19",
+        by_id=by_id,
     )
     assert result.divergence is not None
     assert result.divergence["step"] == 272

@@ -256,6 +256,18 @@ def test_ranks_write_the_rows_of_the_reference_simulator(rows, options, ahead, g
     assert_same(traced(rows), {"block_size": 4, **options}, cost)
 
 
+def test_experts_over_ranks_write_the_rows_of_the_reference_simulator_in_its_order():
+    trace = trace_of([(row / 40, 50 + 37 * row % 300, 5 + row % 30) for row in range(24)])
+    model = {"model": "qwen3-30b-a3b", "gpu": "h100", "cost_model": "roofline", "policy": "vllm_v1"}
+    options = {**model, "tp": 2, "dp": 2, "ep": True, "num_blocks": 200, "knobs": {"async_scheduling": False}}
+    assert_same(trace, options, None)
+    fast, slow = (replay(trace, ReplayConfig(reference=slowly, **options)) for slowly in (False, True))
+    others = ["cohorts", "wall_s", "cpu_s"]
+    assert fast.tables.iterations.drop_columns(others).equals(slow.tables.iterations.drop_columns(others))
+    assert fast.config["pools"][0]["ranks_step_together"]
+    assert fast.config["pools"][0]["devices_per_replica"] == 4
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
