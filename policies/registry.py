@@ -270,7 +270,9 @@ def _checked(cls: Any, name: str) -> type[Policy]:
         )
     for old, new in OLD_PROMISES.items():
         if old in vars(cls):
-            raise PolicyError(f"policy {name}: {old} is now promises = Promises({new}=True) (docs/write-a-policy.md)")
+            raise PolicyError(
+                f"policy {name}: {old} is now promises = Promises({new}=True) (docs/how-to/write-a-policy.md)"
+            )
     stateful = issubclass(cls, StatefulPolicy)
     if getattr(cls, "new_state", None) is StatefulPolicy.new_state:
         raise PolicyError(f"policy {name}: {cls.__name__} has no new_state(): a policy with a state makes it")

@@ -74,6 +74,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "session": ("session", "session_id", "conversation_id", "conv_id", "chat_id"),
     "turn": ("turn", "turn_id", "turn_index"),
     "priority": ("priority",),
+    "acceptance": ("acceptance", "acceptance_rate", "draft_acceptance"),
     "slo": ("slo", "slo_class", "service_class"),
     "tenant": (
         *("tenant", "tenant_id", "tenant_name", "customer", "customer_id", "user", "user_id", "user_name", "username"),

@@ -33,6 +33,7 @@ _COLUMNS = (
     "turn",
     "priority",
     "slo",
+    "acceptance",
     "tenant",
     "program",
     "predicted_tokens",
@@ -72,6 +73,7 @@ class Trace:
     session, slo, tenant, program: per request a name or None. turn: 0 for the first request of its session.
     predicted_tokens: how long somebody predicts each answer to be; 0 where nobody does.
     priority: lower is more urgent, 0 by default.
+    acceptance: with speculation, the chance that a draft of the request is accepted where those before it were.
     abort_ns: moment at which the client gives up, -1 for never. Counted from arrival_ns: a driver that moves an
         arrival (closed loop) moves the abort with it; `timeout_ns` gives the difference.
     prompt_ids: per request the prompt's token ids where the trace carries them.
@@ -101,6 +103,7 @@ class Trace:
     after_row: Column | None = None
     think_ns: Column | None = None
     history: str = "in_prompt"
+    acceptance: NDArray[np.float64] | None = None
     tenant: Sequence[str | None] | None = None
     program: Sequence[str | None] | None = None
     predicted_tokens: Column | None = None
@@ -116,6 +119,9 @@ class Trace:
         self._expect("arrival_ns", np.diff(self.arrival_ns, prepend=0) < 0, "a time of 0 or more, never decreasing")
         for name in ("prompt_tokens", "output_tokens", "max_output_tokens"):
             self._expect(name, getattr(self, name) < 1, "at least 1 token")
+        if self.acceptance is not None:
+            object.__setattr__(self, "acceptance", np.asarray(self.acceptance, np.float64))
+            self._expect("acceptance", ~((self.acceptance >= 0) & (self.acceptance <= 1)), "0 to 1")
         if (self.after_row is None) != (self.think_ns is None):
             raise TraceError(f"{self.name}: after_row and think_ns go together; found only one of them")
         if self.after_row is not None and self.think_ns is not None:

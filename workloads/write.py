@@ -61,6 +61,7 @@ def file_columns(trace: Trace) -> dict[str, Any]:
         "think_s": trace.think_ns,
         "priority": trace.priority,
         "slo": trace.slo,
+        "acceptance": trace.acceptance,
         "tenant": trace.tenant,
         "program": trace.program,
         "predicted_tokens": trace.predicted_tokens,
@@ -129,7 +130,7 @@ def _parquet(trace: Trace) -> bytes:
         elif name in ("prefix_hashes", "prompt_ids"):
             arrays[name] = pa.array([list(row) for row in column], pa.list_(pa.int64()))
         else:
-            arrays[name] = pa.array(column, pa.int64())
+            arrays[name] = pa.array(column, pa.float64() if column.dtype == np.float64 else pa.int64())
     sink = io.BytesIO()
     parquet.write_table(pa.table(arrays), sink, compression="zstd")
     return sink.getvalue()

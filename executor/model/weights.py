@@ -78,6 +78,13 @@ def check_executable(spec: ModelSpec) -> None:
         ("activation", spec.activation, "silu"),
         ("gated", spec.gated, True),
         ("parallel_attention", spec.parallel_attention, False),
+        ("kv_latent", spec.kv_latent, 0),
+        ("attention_sinks", spec.attention_sinks, False),
+        ("qk_norm_whole", spec.qk_norm_whole, False),
+        ("full_kv_heads", spec.full_kv_heads, 0),
+        ("full_head_dim", spec.full_head_dim, 0),
+        ("router_bias", spec.router_bias, False),
+        ("expert_bias", spec.expert_bias, False),
     )
     for key, found, expected in wanted:
         if found != expected:

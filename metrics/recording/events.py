@@ -134,7 +134,9 @@ class Plain(NamedTuple):
 
     rows: of `pack_row`. at: the row of the table that each of them becomes. chunks, cohorts: the fields of whatever
     does not fit there, from the second of each on, as flat numbers; stages: those of every stage given. measured:
-    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed.
+    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed. drafted: (position,
+    draft_tokens, draft_context_total, drafting) of those that speculated; drafts: (position, request, verified,
+    accepted, delivered) of their decodes.
     """
 
     rows: list[bytes]
@@ -143,6 +145,8 @@ class Plain(NamedTuple):
     cohorts: list[int]
     stages: list[Ns]
     measured: list[tuple[int, float, float, float]]
+    drafted: list[tuple[int, int, int, int]]
+    drafts: list[tuple[int, int, int, int, int]]
 
     def clear(self) -> None:
         for held in self:

@@ -71,7 +71,7 @@ class Recorder:
         self.part_rows = part_rows
         self.places: list[tuple[int, int]] = []
         self.ranks = 1
-        self._plain = Plain([], [], [], [], [], [])
+        self._plain = Plain([], [], [], [], [], [], [], [])
         self._plain_rows, self._plain_at, self._plain_stages = self._plain.rows, self._plain.at, self._plain.stages
         self._rows = 0
         self.straight: list[bytes] = []
@@ -154,6 +154,13 @@ class Recorder:
             [field for cohort in cohorts[1:] for field in cohort],
             [time for stage in stages for time in stage],
         )
+
+    def speculated(self, shape: BatchShape, drafts: Sequence[tuple[int, int, int, int]]) -> None:
+        """What the iteration recorded next speculated. drafts: (request, drafts verified, accepted, tokens delivered)
+        of every speculating decode, in batch order."""
+        at = self._rows
+        self._plain.drafted.append((at, shape[7], shape[8], shape[9]))
+        self._plain.drafts.extend([(at, *decode) for decode in drafts])
 
     def row(
         self, row: bytes, chunks: Sequence[int] = (), cohorts: Sequence[int] = (), stages: Sequence[Ns] = ()

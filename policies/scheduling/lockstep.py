@@ -342,16 +342,19 @@ class Lockstep:
         finished = []
         for cohort, track, _, _, placeholders in batch.verified:
             if track.cohort is not cohort:
+                batch.delivered.append((0, 0))
                 continue
             request_id = track.request.id
             before = len(cohort.times)
             delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
-            track.drafts = batch.proposed.get(request_id, 0)
+            batch.delivered.append((before, delivered))
+            if not self.chase_decodes:
+                track.drafts = batch.proposed.get(request_id, 0)
             self.queues.decode_tokens_promised -= delivered - 1
             if track.first_token_ns < 0:
                 track.first_token_ns = now_ns
             if self.stateful is not None:
-                self._count(track, int(placeholders), len(cohort.times) - before)
+                self._count(track, int(placeholders), delivered)
             finished += cohort.ending()
         return finished
 
@@ -440,6 +443,13 @@ class Lockstep:
         They keep slot and blocks until their last token arrives, one plan longer than without planning ahead.
         """
         for cohort in [part for part in self.queues.parts if isinstance(part, Cohort) and part.in_flight]:
+            if isinstance(cohort, Speculator):
+                if cohort.surely_done:
+                    # It stays the decode of its request until its last token arrives, and is asked for no more.
+                    cohort.track.closing = True
+                    self.queues.parts.remove(cohort)
+                    self.queues.parts_changed()
+                continue
             for track in cohort.exhausted():
                 cohort.leave(track, deliver=True)
                 track.closing = True

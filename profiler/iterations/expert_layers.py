@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiler.errors import ProfileError
-from profiler.specs.routing import Routing
+from profiler.experts.chances import ExpertChances
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """price_ns: of one touched expert of one layer. routing: of all layers with experts, in order. trimmed: only
+    """price_ns: of one touched expert of one layer. chances: of all layers with experts, in order. trimmed: only
     sampled rows go through the last of them."""
 
     price_ns: float
-    routing: Routing
+    chances: ExpertChances
     trimmed: bool
 
     @classmethod
@@ -38,28 +38,27 @@ class ExpertLayers:
             counts, rows = np.array(said["counts"], float), np.array(said["rows"], float)
             if counts.ndim != 2 or rows.shape != counts.shape[:1] or not (rows > 0).all():
                 raise ValueError
-            return cls(0.0, Routing.measured(counts, rows), bool(said["trimmed"]))
+            return cls(0.0, ExpertChances.measured(counts, rows), bool(said["trimmed"]))
         except (KeyError, TypeError, ValueError):
             raise ProfileError("profile: routing: found no counts [layers, experts] with rows of each layer") from None
 
     @cached_property
-    def _parts(self) -> tuple[Routing | None, Routing | None]:
+    def _parts(self) -> tuple[ExpertChances | None, ExpertChances | None]:
         """Layers that all rows go through, and the one of sampled rows."""
         if not self.trimmed:
-            return self.routing, None
-        *whole, last = self.routing.chances
-        name = self.routing.name
-        return Routing(name, tuple(whole)) if whole else None, Routing(name, (last,))
+            return self.chances, None
+        *whole, last = self.chances.layers
+        return ExpertChances(tuple(whole)) if whole else None, ExpertChances((last,))
 
     def by_rows(self, rows: Any) -> Array:
         """Experts touched by so many rows, all layers together that all rows go through."""
         whole = self._parts[0]
-        return np.zeros(len(rows)) if whole is None else whole.activated(rows) * len(whole.chances)
+        return np.zeros(len(rows)) if whole is None else whole.touched(rows) * len(whole.layers)
 
     def by_sampled(self, sampled: Any) -> Array:
         """Experts of the trimmed layer that so many sampled rows touch."""
         last = self._parts[1]
-        return np.zeros(len(sampled)) if last is None else last.activated(sampled)
+        return np.zeros(len(sampled)) if last is None else last.touched(sampled)
 
     def touched(self, rows: Any, sampled: Any) -> Array:
         """Touched experts of all layers together."""
@@ -67,5 +66,5 @@ class ExpertLayers:
 
     def mean(self, rows: Any, sampled: Any) -> Array:
         """Touched experts, the mean over the layers that a batch runs through."""
-        layers = len(self.routing.chances) - (int(self.trimmed) * (np.asarray(sampled) == 0))
+        layers = len(self.chances.layers) - (int(self.trimmed) * (np.asarray(sampled) == 0))
         return self.touched(rows, sampled) / np.maximum(layers, 1)

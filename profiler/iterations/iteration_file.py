@@ -13,10 +13,10 @@ from policies.edges.input_file import checked_file, read_json
 from policies.edges.output_file import write_text
 from policies.edges.settings import check_value, shown
 from profiler.errors import ProfileError
+from profiler.experts.chances import ExpertChances
 from profiler.iterations.aftermath import PRICES as AFTERMATH_PRICES
 from profiler.iterations.expert_layers import ExpertLayers
 from profiler.iterations.iteration_model import AMOUNTS, HOST_AMOUNTS, ROW_TERMS, Bounds, IterationFit, IterationModel
-from profiler.specs.routing import Routing
 
 FORMAT = "charioteer fitted iterations"
 VERSION = 1
@@ -113,18 +113,18 @@ def _experts(path: Path, found: Any) -> ExpertLayers | None:
     """Checked as everything else: a price, and for every layer chances of equally many experts with equal sums."""
     if found is None:  # also of every file of an earlier version
         return None
-    routing = found.get("routing") if isinstance(found, dict) else None
-    layers = routing.get("chances") if isinstance(routing, dict) else None
+    chances = found.get("chances") if isinstance(found, dict) else None
+    layers = chances.get("layers") if isinstance(chances, dict) else None
     if not (isinstance(layers, list) and 1 <= len(layers) <= 1024 and isinstance(layers[0], list) and layers[0]):
         layers = []
     if not layers or type(found.get("trimmed")) is not bool:
-        raise ProfileError(f"{path}: experts: found {shown(found)}, expected price_ns, routing with chances, trimmed")
-    chances = tuple(_prices(path, "experts: chances", layer, len(layers[0])) for layer in layers)
-    sums = [sum(layer) for layer in chances]
-    if max(map(max, chances)) > 1 or sums[0] < 0.99 or max(sums) - min(sums) > 0.01:
+        raise ProfileError(f"{path}: experts: found {shown(found)}, expected price_ns, chances of layers, trimmed")
+    held = tuple(_prices(path, "experts: chances", layer, len(layers[0])) for layer in layers)
+    sums = [sum(layer) for layer in held]
+    if max(map(max, held)) > 1 or sums[0] < 0.99 or max(sums) - min(sums) > 0.01:
         raise ProfileError(f"{path}: experts: chances: found sums {shown(sums[:4])}, expected one top k in all layers")
     (price,) = _prices(path, "experts: price_ns", [found.get("price_ns")], 1)
-    return ExpertLayers(price, Routing(str((routing or {}).get("name"))[:LONGEST_TEXT], chances), found["trimmed"])
+    return ExpertLayers(price, ExpertChances(held), found["trimmed"])
 
 
 def _bounds(path: Path, values: Any) -> Bounds:

@@ -49,6 +49,8 @@ class Replica(LeapingReplica):
         self._iteration_ns: IterationTimes = self._costs.iteration_ns
         # Nothing but this loop's own steps to take: see _run_straight.
         self._straight = self.leaps and cost.stages == 1 and type(self)._launch is Replica._launch
+        if scheduler.speculation is not None:
+            self._straight = False
         # Micro-batches that would be planned again are, without asking the policy.
         self._repeats = leaps and cost.stages > 1
         self._running_ahead = False

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from executor.distributed.layout import Layout, Shard
 from executor.distributed.shard_weights import shard_weights
+from executor.errors import ExecutorError
 from executor.kernels import make_kernels
 from executor.kernels.experts import Experts, ExpertWeights, PlainExperts
 from executor.kernels.native import NativeKernels
@@ -26,8 +27,9 @@ from executor.model.weights import random_weights
 from executor.native.library import native_reason
 from metrics.run_folder.folder import read_run
 from policies import policy_names
+from profiler.errors import ProfileError
+from profiler.experts.chances import ExpertChances
 from profiler.specs.model_spec import ModelSpec
-from profiler.specs.routing import Routing
 from tests.executor.batches import blocks_needed, make_step
 from tests.executor.test_mixed_batches import LENGTHS, check, knobs_for, serve, small_trace
 
@@ -222,26 +224,26 @@ def test_partial_sums_of_all_ranks_are_the_whole_layer(tp: int, pp: int) -> None
             assert torch.allclose(total, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("law", ["balanced", "power:1.2"])
+@pytest.mark.parametrize("alpha", [0.0, 1.2])
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=needs_native)])
-def test_counted_experts_are_as_many_as_the_law_of_their_routing_expects(kernels: str, law: str) -> None:
+def test_counted_experts_are_as_many_as_the_law_of_their_routing_expects(kernels: str, alpha: float) -> None:
     """Logits of log popularity and Gumbel noise choose a token's experts one after the other, without putting back."""
     experts, top_k = 32, 4
-    popularity = np.arange(1, experts + 1) ** -float(law.partition(":")[2] or 0)
+    popularity = np.arange(1, experts + 1) ** -alpha
     layer = make_kernels(kernels, CPU, torch.float32).experts(
         as_dtype(
             replace(drawn(experts, experts, 2, top_k, 0, gate=False, norm=True), router=torch.eye(experts)), FLOAT
         ),
         new_counts(experts),
     )
-    rng, routing = np.random.default_rng(5), Routing.named(law, experts, top_k)
+    rng, chances = np.random.default_rng(5), ExpertChances.power_law(experts, top_k, alpha)
     for rows in (1, 8, 40):
         touched = []
         for _ in range(150):
             logits = torch.from_numpy(np.log(popularity) + rng.gumbel(size=(rows, experts))).float()
             layer.add(logits, torch.zeros(rows, experts))
             touched.append(int((layer.counts > 0).sum()))
-        (expected,) = routing.activated([rows])
+        (expected,) = chances.touched([rows])
         error = max(float(np.std(touched)) / np.sqrt(len(touched)), 1e-9)
         assert abs(np.mean(touched) - expected) < 4 * error + 0.01 * expected
 
@@ -276,3 +278,9 @@ def test_a_dense_run_records_no_experts_and_folders_of_earlier_versions_are_read
     assert "routing" not in read.config
     assert np.isnan(read.column("iterations", "activated_experts")).all()
     assert read.summary["activated_experts_mean"] is None
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "deepseek-v3", "minimax-m2.5"])
+def test_experts_that_route_or_attend_in_other_ways_are_refused_by_name(name: str) -> None:
+    with pytest.raises((ExecutorError, ProfileError), match=name):
+        load_model(name, device="cpu", dtype="float32")

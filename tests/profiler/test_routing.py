@@ -13,23 +13,24 @@ from hypothesis import strategies as st
 
 from policies.work.batch import BatchShape
 from profiler.errors import ProfileError
+from profiler.experts.chances import ExpertChances, drawn_chances
+from profiler.experts.routing import Spread
 from profiler.iterations.expert_layers import ExpertLayers
 from profiler.iterations.fit_iterations import fit_iterations
 from profiler.iterations.iteration_file import read_fit, write_fit
 from profiler.iterations.iteration_model import IterationFit, IterationModel
 from profiler.measurements.profile import Profile, make_profile
-from profiler.specs.routing import Routing, chances_of
 from tests.profiler.test_fit_iterations import profile_of, shapes, some_shapes
 
 
 def test_activated_experts_by_hand() -> None:
     """Two experts, one a token: the second token goes elsewhere half of the time."""
-    assert Routing.balanced(2, 1).activated([0, 1, 2, 3]).tolist() == [0, 1, 1.5, 1.75]
+    assert ExpertChances.balanced(2, 1).touched([0, 1, 2, 3]).tolist() == [0, 1, 1.5, 1.75]
     # One expert that everybody goes to, beside three of a chance of a third: 1 + 3 (1 - (2/3)^2).
-    always = Routing.measured([[6, 2, 2, 2]], [6])
-    assert always.activated([2]).tolist() == pytest.approx([1 + 3 * (1 - 4 / 9)])
+    always = ExpertChances.measured([[6, 2, 2, 2]], [6])
+    assert always.touched([2]).tolist() == pytest.approx([1 + 3 * (1 - 4 / 9)])
     # 128 experts, 8 a token, 64 tokens: 128 (1 - (15/16)^64).
-    assert Routing.balanced(128, 8).activated([64])[0] == pytest.approx(128 * (1 - (15 / 16) ** 64))
+    assert ExpertChances.balanced(128, 8).touched([64])[0] == pytest.approx(128 * (1 - (15 / 16) ** 64))
 
 
 @given(experts=st.integers(1, 64), top_k=st.integers(1, 8), alpha=st.floats(0, 3), rows=st.lists(st.integers(0, 10**6)))
@@ -38,36 +39,37 @@ def test_more_tokens_touch_more_experts_and_skew_touches_fewer(
     experts: int, top_k: int, alpha: float, rows: list[int]
 ) -> None:
     top_k = min(top_k, experts)
-    routing = Routing.power_law(experts, top_k, alpha)
-    assert sum(routing.chances[0]) == pytest.approx(top_k)
+    chances = ExpertChances.power_law(experts, top_k, alpha)
+    assert sum(chances.layers[0]) == pytest.approx(top_k)
     rows = sorted({0, 1, *rows})
-    found = routing.activated(rows)
+    found = chances.touched(rows)
     assert found[0] == 0
     assert found[1] == pytest.approx(top_k)
     assert (np.diff(found) >= -1e-9).all()
     assert (found <= np.minimum(experts, np.array(rows, float) * top_k) + 1e-6).all()
-    assert (found <= Routing.balanced(experts, top_k).activated(rows) + 1e-6).all()
+    assert (found <= ExpertChances.balanced(experts, top_k).touched(rows) + 1e-6).all()
 
 
 def test_chances_of_a_power_law_are_those_of_draws_without_putting_back() -> None:
     """Exact for two of three experts of popularity 1/2, 1/4, 1/4: the first is missed by 1/4 * 1/3 twice."""
     exact = np.array([1 - 2 * (1 / 4 * 1 / 3), 0.0, 0.0])
     exact[1:] = (2 - exact[0]) / 2
-    assert chances_of(np.array([0.5, 0.25, 0.25]), 2) == pytest.approx(exact, abs=0.02)
-    assert chances_of(np.ones(10), 3) == pytest.approx(0.3)
+    assert drawn_chances(np.array([0.5, 0.25, 0.25]), 2) == pytest.approx(exact, abs=0.02)
+    assert drawn_chances(np.ones(10), 3) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("text", ["even", "power", "power:", "power:x", "power:-1", "power:nan"])
-def test_a_routing_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ProfileError, match="routing: found"):
-        Routing.named(text, 8, 2)
+def test_balanced_chances_touch_as_many_as_evenly_drawn_batches() -> None:
+    """The spread that kernel tables call uniform is this law drawn."""
+    drawn = Spread("uniform").counts(24, 32, 4, draws=400)
+    touched = (drawn > 0).sum(axis=-1)
+    assert touched.mean() == pytest.approx(ExpertChances.balanced(32, 4).touched([24])[0], rel=0.01)
 
 
-LAYERS = ExpertLayers(7_000.0, Routing.power_law(16, 2, 0.8), True)
+LAYERS = ExpertLayers(7_000.0, ExpertChances.power_law(16, 2, 0.8), True)
 
 
 def three(layers: ExpertLayers) -> ExpertLayers:
-    return replace(layers, routing=Routing("measured", layers.routing.chances * 3))
+    return replace(layers, chances=ExpertChances(layers.chances.layers * 3))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def expert_profile(price_ns: float) -> Profile:
     table["median_s"] += table["experts"] * price_ns / 1e9
     table["min_s"] = table["max_s"] = table["median_s"]
     rows = [1000, 1000, 400]
-    counts = [[round(chance * seen) for chance in LAYERS.routing.chances[0]] for seen in rows]
+    counts = [[round(chance * seen) for chance in LAYERS.chances.layers[0]] for seen in rows]
     return make_profile(table, {"source": "test", "routing": {"counts": counts, "rows": rows, "trimmed": True}})
 
 
@@ -114,24 +116,24 @@ def test_the_price_of_an_expert_comes_back_and_the_file_keeps_it(tmp_path: Path)
     assert fit.experts is not None
     assert fit.experts.price_ns == pytest.approx(20_000, rel=0.02)
     assert fit.errors["held_out_median"] < 0.01
-    assert np.allclose(fit.experts.routing.chances, LAYERS.routing.chances * 3, atol=2e-3)
+    assert np.allclose(fit.experts.chances.layers, LAYERS.chances.layers * 3, atol=2e-3)
     path = tmp_path / "model.json"
     write_fit(fit, path)
     assert read_fit(path) == fit
     drawn = IterationModel(fit).perturbed(1)
     assert drawn.fit.experts is not None
     assert drawn.fit.experts.price_ns == pytest.approx(20_000, rel=0.05)
-    assert drawn.fit.experts.routing == fit.experts.routing
+    assert drawn.fit.experts.chances == fit.experts.chances
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"trimmed": 1}, "expected price_ns, routing with chances, trimmed"),
-        ({"routing": {"name": "measured", "chances": []}}, "experts: found"),
-        ({"routing": {"name": "measured", "chances": [[0.5, 0.5], [0.5]]}}, "expected 2 numbers"),
-        ({"routing": {"name": "measured", "chances": [[0.5, 1.5]]}}, "expected one top k"),
-        ({"routing": {"name": "measured", "chances": [[0.5, 0.5], [1.0, 1.0]]}}, "expected one top k"),
+        ({"trimmed": 1}, "expected price_ns, chances of layers, trimmed"),
+        ({"chances": {"layers": []}}, "experts: found"),
+        ({"chances": {"layers": [[0.5, 0.5], [0.5]]}}, "expected 2 numbers"),
+        ({"chances": {"layers": [[0.5, 1.5]]}}, "expected one top k"),
+        ({"chances": {"layers": [[0.5, 0.5], [1.0, 1.0]]}}, "expected one top k"),
         ({"price_ns": -1}, "price_ns"),
     ],
 )

@@ -105,6 +105,7 @@ class _Assembly:
             "turn": self._optional("turn", 0),
             "priority": self._optional("priority", 0),
             "slo": self._texts("slo"),
+            "acceptance": np.nan_to_num(self.cells["acceptance"][self.rows]) if "acceptance" in self.cells else None,
             "tenant": self._texts("tenant"),
             "program": self._texts("program"),
             "predicted_tokens": self._optional("predicted_tokens", 0),
