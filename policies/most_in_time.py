@@ -61,13 +61,15 @@ class MostInTime(Policy):
             if not granted:
                 return  # whoever memory refuses keeps its turn
             left -= granted
+        # Only decodes in time lose something to those that are late.
+        most = self.lost * queues.num_running if queues.anybody_decodes else float("inf")
         late = sum(1 for track in queues.running_tracks() if track.order >= 0 and self._is_late(track))
         for prompt in given_up:
             if left <= 0:
                 return
             if prompt.order >= 0:
                 left -= draft.chunk(prompt, left)
-            elif late < max(1, self.lost * queues.num_running):
+            elif late < max(1.0, most):
                 granted = draft.admit(prompt, left, reserve=prompt.known)
                 if not granted:
                     return
