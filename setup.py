@@ -1,8 +1,8 @@
 """The optional build: `CHARIOTEER_COMPILE=1 pip install .` compiles the hot modules with mypyc; otherwise nothing is.
 
-It is the same source, and it gives the same results (docs/performance.md). A C compiler is needed, and where the build
-is isolated, as pip's is, mypy comes in by itself. `CHARIOTEER_COMPILE=1 python setup.py build_ext --inplace` compiles a
-checkout (mypy has to be there); whoever then edits a module deletes its compiled twin, or compiles again.
+It is the same source, and it gives the same results (docs/evidence/performance.md). A C compiler is needed, and where
+the build is isolated, as pip's is, mypy comes in by itself. `CHARIOTEER_COMPILE=1 python setup.py build_ext --inplace`
+compiles a checkout (mypy has to be there); whoever then edits a module deletes its compiled twin, or compiles again.
 """
 
 import os

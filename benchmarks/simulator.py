@@ -6,7 +6,7 @@
 An iteration is compared with what SimPy itself needs for one timeout of one process, so that the figure is a ratio that
 a busy or slow machine does not change much. CPU seconds are given with wall seconds for the same reason. Pipelines and
 replicas are those of benchmarks/clusters.py. --requests adds a long run whose records are streamed to disk. The first
-line says whether the hot modules were compiled (docs/performance.md).
+line says whether the hot modules were compiled (docs/evidence/performance.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes docs/licences.md and constraints.txt: what the project depends on, its licences and the versions tested.
+"""Writes docs/reference/licences.md and constraints.txt: dependencies, licences, tested versions.
 
 `python docs/licences.py`, in an environment in which the tests pass.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "licences.md"
+PAGE = ROOT / "docs" / "reference" / "licences.md"
 HEAD = """# Licences of what Charioteer depends on
 
-Charioteer itself is Apache-2.0 ([LICENSE](../LICENSE)). None of these packages is part of it; pip installs them.
-Measurements of others travel with it ([NOTICE](../NOTICE)); below, table by table. Fits of them name their source and
+Charioteer itself is Apache-2.0 (`LICENSE`). None of these packages is part of it; pip installs them.
+Measurements of others travel with it (`NOTICE`); below, table by table. Fits of them name their source and
 licence in themselves (`python -m profiler report h100`).
 Written by `python docs/licences.py`, from the metadata of the installed packages; a dash: not installed there.
 

@@ -39,6 +39,8 @@ BUILT_IN: Mapping[str, str] = {
     "predicted_sjf": "policies.fair.predicted_sjf:PredictedSjf",
     "weighted_fair": "policies.fair.weighted_fair:WeightedFair",
     "vtc": "policies.fair.vtc:Vtc",
+    "program_fcfs": "policies.fair.program_fcfs:ProgramFcfs",
+    "least_attained": "policies.fair.least_attained:LeastAttained",
 }
 
 ENTRY_POINT_GROUP = "charioteer.policies"
@@ -269,7 +271,9 @@ def _checked(cls: Any, name: str) -> type[Policy]:
         )
     for old, new in OLD_PROMISES.items():
         if old in vars(cls):
-            raise PolicyError(f"policy {name}: {old} is now promises = Promises({new}=True) (docs/write-a-policy.md)")
+            raise PolicyError(
+                f"policy {name}: {old} is now promises = Promises({new}=True) (docs/how-to/write-a-policy.md)"
+            )
     stateful = issubclass(cls, StatefulPolicy)
     if getattr(cls, "new_state", None) is StatefulPolicy.new_state:
         raise PolicyError(f"policy {name}: {cls.__name__} has no new_state(): a policy with a state makes it")

@@ -88,6 +88,21 @@ class ReplayConfig:
         group=ENGINE,
         flag="--p2p/--no-p2p",
     )
+    speculation: str | None = setting(
+        None, "Drafts are verified: ngram:4, draft:3 or eagle:4, the method and drafts a step.", group=ENGINE
+    )
+    acceptance: str | None = setting(
+        None,
+        "Drafts accepted: 0.7, each=0.8,0.6, curve=RUN, mean=1.5, trace (docs/concepts/speculation.md).",
+        group=ENGINE,
+    )
+    drafts_found: float | None = setting(
+        None, "Share of steps in which ngram finds drafts; 1 by default.", group=ENGINE, least=0, most=1
+    )
+    draft_model: str | None = setting(None, "Model that drafts (with draft:K); as --model.", group=ENGINE)
+    draft_step_us: float | None = setting(
+        None, "Launches and sampling of one drafted token, us; by default assumed.", group=ENGINE, least=0, below=_MOST
+    )
     dtype: str = setting("auto", "Weights and activations; auto is the model's own.", group=ENGINE)
     weight_dtype: str = setting(
         "auto",
@@ -269,13 +284,13 @@ class ReplayConfig:
     )
     autoscale: Mapping[str, Any] = setting(
         make=dict,
-        text="Grow and shrink a pool, as most=8,by=queue,startup_s=60 (docs/clusters.md).",
+        text="Grow and shrink a pool, as most=8,by=queue,startup_s=60 (docs/concepts/clusters.md).",
         group=CLUSTER,
         **_one_text_of_pairs("--autoscale"),
     )
     afd: Mapping[str, Any] = setting(
         make=dict,
-        text="Attention and FFN on devices of their own, as attention=4,ffn=4 (docs/clusters.md).",
+        text="Attention and FFN on devices of their own, as attention=4,ffn=4 (docs/concepts/clusters.md).",
         group=CLUSTER,
         **_one_text_of_pairs("--afd"),
     )

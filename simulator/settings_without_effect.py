@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metrics.measures.slo import doubtful_bounds
+from policies import Speculation
 from policies.registry import knobs_of, make_policy, policy_class
 from profiler import load_hardware
 from simulator.config import ReplayConfig
@@ -35,7 +36,9 @@ def planning_ahead(config: ReplayConfig) -> list[str]:
         version = getattr(policy, "engine_version", "")
         if getattr(policy, "async_scheduling", None) is not None:
             continue
-        if policy.plans_ahead(on_gpu=load_hardware(gpu).processor == "gpu", stages=stages):
+        on_gpu = load_hardware(gpu).processor == "gpu"
+        method = "" if config.speculation is None else Speculation.parse(config.speculation).method
+        if policy.plans_ahead(on_gpu=on_gpu, stages=stages, speculation=method):
             notes.append(f"policy {name}: plans ahead of the running batch, as version {version} does; --sync does not")
         elif stages > 1 and policy.plans_ahead(on_gpu=True, stages=1):
             notes.append(
@@ -62,7 +65,7 @@ def settings_without_effect(config: ReplayConfig, trace: Trace) -> list[str]:
         if column and not present.get(column, True):
             notes.append(
                 f"router {name}: the trace has no {column}, so it deals every request by load alone "
-                f"(a column {column} would be read; docs/workloads.md)"
+                f"(a column {column} would be read; docs/concepts/workloads.md)"
             )
     policies = {str(pool["policy"]): pool for pool in config.pools if "policy" in pool}
     for policy, knobs in {config.policy: config.knobs, **policies}.items():

@@ -1,4 +1,4 @@
-"""docs/architecture.md's picture of the house is the code's: floors, rooms, doors."""
+"""docs/concepts/architecture.md's picture of the house is the code's: floors, rooms, doors."""
 
 from __future__ import annotations
 

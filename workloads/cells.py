@@ -31,6 +31,9 @@ WHOLE_RANGES = {
 }
 """Optional whole numbers: what lies between is taken."""
 
+SHARES = ("acceptance",)
+"""Optional numbers from 0 to 1."""
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?", re.ASCII)
 _DATE = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:?\d\d)?",
@@ -71,6 +74,15 @@ def number(cell: object, expected: str) -> float:
     except OverflowError:
         raise BadCellError(expected) from None
     if not math.isfinite(value):
+        raise BadCellError(expected)
+    return value
+
+
+def share(cell: object) -> float:
+    """A number from 0 to 1."""
+    expected = "a number from 0 to 1"
+    value = number(cell, expected)
+    if not 0 <= value <= 1:
         raise BadCellError(expected)
     return value
 

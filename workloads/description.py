@@ -1,6 +1,6 @@
 """What a trace looks like, in numbers: how many, how fast, how bursty, how long, how much is shared.
 
-`describe` returns one flat dictionary; its keys are listed in docs/workloads.md and do not change.
+`describe` returns one flat dictionary; its keys are listed in docs/concepts/workloads.md and do not change.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PAGE = "docs/board.md"
-LEVEL = "docs/board.json"
+PAGE = "docs/evidence/board.md"
+LEVEL = "docs/evidence/board.json"
 
 
 def register(app: typer.Typer) -> None:

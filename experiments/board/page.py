@@ -11,7 +11,7 @@ Every real engine run that the project carries, replayed with the costs that shi
 every accuracy figure of README and guides is from here or names its own command. Made by
 
 ```
-python -m experiments board                    # writes docs/board.md and docs/board.json again
+python -m experiments board                    # writes docs/evidence/board.md and docs/evidence/board.json again
 python -m experiments board --against COMMIT   # what a change makes better, what worse
 ```
 

@@ -68,9 +68,11 @@ def capacity(
         bool, typer.Option("--smallest", help="Fewest replicas that serve the trace as it is, in place of a rate.")
     ] = False,
     price: Annotated[
-        str | None, typer.Option(help="Of a GPU-hour: `2.5 EUR`, or amount=2.5,... as in docs/experiments.md.")
+        str | None, typer.Option(help="Of a GPU-hour: `2.5 EUR`, or amount=2.5,... as in docs/how-to/experiments.md.")
     ] = None,
-    price_book: Annotated[Path | None, typer.Option(help="TOML with tables named price: docs/experiments.md.")] = None,
+    price_book: Annotated[
+        Path | None, typer.Option(help="TOML with tables named price: docs/how-to/experiments.md.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file to explore the result in.")] = None,
     engine: EngineOption = "local",
     workers: WorkersOption = None,

@@ -110,7 +110,9 @@ def claims(
 
 def gallery(
     results: Annotated[Path, typer.Option(help="Where `run` wrote its results.")] = Path("runs/figures"),
-    out: Annotated[Path, typer.Option(help="Markdown; PNGs go into a folder of its name.")] = Path("docs/gallery.md"),
+    out: Annotated[Path, typer.Option(help="Markdown; PNGs go into a folder of its name.")] = Path(
+        "docs/evidence/gallery.md"
+    ),
     claims: Annotated[Path | None, typer.Option("--claims", help="What `claims --out` wrote, for a table.")] = None,
     beside: Annotated[
         Path | None, typer.Option(help="Results under another cost model, to be shown beside the first.")

@@ -1,7 +1,7 @@
 """SARATHI's pipeline study (Sec. 5.3) beside our own runs: GPT-3 on 64 A100s, and where bubbles fall from 38 % to 5 %.
 
-Nothing here is fitted to the paper: costs are the roofline's, and so are the differences. docs/pipelines.md discusses
-them. Sequence lengths (prompt + output) are Zipf distributed between 1K and 4K, all requests wait at time 0.
+Nothing here is fitted to the paper: costs are the roofline's, and so are the differences (docs/concepts/pipelines.md).
+Sequence lengths (prompt + output) are Zipf distributed between 1K and 4K, all requests wait at time 0.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(help="TOML with tables trace, base and space; see docs/experiments.md.")],
+    file: Annotated[
+        Path, typer.Argument(help="TOML with tables trace, base and space; see docs/how-to/experiments.md.")
+    ],
     out: Annotated[Path | None, typer.Option(help="Folder for the results; runs/FILE by default.")] = None,
     engine: EngineOption = "local",
     workers: WorkersOption = None,

@@ -145,13 +145,13 @@ def _gap_percentile_within(bound: Bound, tokens: TokenTimes) -> Bools:
     """
     assert bound.percentile is not None
     bound_ns = round(bound.bound_s * 1e9)
-    gaps = np.maximum(tokens.tokens_per_request() - 1, 0)
+    gaps = tokens.gaps_above(0)
     below = gaps - tokens.gaps_above(bound_ns)
     position = bound.percentile / 100 * np.maximum(gaps - 1, 0)
     low = np.floor(position).astype(np.int64)
     high = np.minimum(low + (position > low), np.maximum(gaps - 1, 0))
     within: Bools = (gaps == 0) | (below > high)
     for row in np.flatnonzero(~within & (below > low)):
-        own = np.diff(tokens.of_request(int(row))) / 1e9
+        own = np.diff(np.unique(tokens.of_request(int(row)))) / 1e9
         within[row] = percentiles(own, [bound.percentile])[0] <= bound.bound_s
     return within

@@ -27,6 +27,7 @@ from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
 from metrics.run_folder.columns import STATUSES, MetricsError
+from metrics.run_folder.drafts import speculation_summary
 from metrics.run_folder.tables import RunTables
 
 Bools = NDArray[np.bool_]
@@ -295,7 +296,7 @@ def _iterations(
     def column(name: str) -> NDArray[Any]:
         return run.column("iterations", name)[inside_window]
 
-    tokens = column("chunk_tokens").astype(np.int64) + column("decodes")
+    tokens = column("chunk_tokens").astype(np.int64) + column("decodes") + column("draft_tokens")
     dummies, decodes = column("dummy_tokens").astype(np.int64), column("decodes")
     count, useful, padding = len(tokens), int(tokens.sum()), int(dummies.sum())
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
@@ -322,6 +323,7 @@ def _iterations(
         device_busy_share=_ratio(busy_s, stage_seconds(stays, start_s, end_s)),
         inside_share=_ratio(int(column("inside").sum()), count) if _has_region(config) else math.nan,
         kv_blocks=blocks,
+        **speculation_summary(run, inside_window),
     )
     experts = column("activated_experts")
     known = experts[~np.isnan(experts)]

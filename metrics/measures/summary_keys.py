@@ -1,14 +1,16 @@
-"""Every key of summary.json and what it means: the table in docs/metrics.md is printed from here."""
+"""Every key of summary.json and what it means: the table in docs/reference/metrics.md is printed from here."""
 
 from __future__ import annotations
 
 from metrics.measures.bubble_causes import CAUSE_NAMES
 from metrics.measures.memory_keys import MEMORY_KEYS
 from metrics.measures.statistics import STATISTICS
+from metrics.run_folder.drafts import SPECULATION_KEYS
 
 LATENCIES = {
     "ttft_s": "time to first token: arrival to first token delivered",
-    "tbt_s": "gap between two tokens of a request; a preempted request's wait for its next token is one of them",
+    "tbt_s": "gap between two deliveries to a request, of one token each or, with speculation, of several; a preempted "
+    "request's wait for its next token is one of them",
     "tpot_s": "(E2E - TTFT) / (output tokens - 1) of a request with at least two tokens",
     "e2e_s": "arrival to last token",
     "normalized_latency_s": "E2E / output tokens",
@@ -100,6 +102,7 @@ SUMMARY_KEYS: dict[str, str] = {
     "kv_use_mean": "share of KV blocks in use, weighted by time while batches are in flight",
     "kv_use_max": "largest share of KV blocks in use",
     **MEMORY_KEYS,
+    **SPECULATION_KEYS,
     "host_s_total": "host time before and after the iterations of the window",
     "device_s_total": "device time of the iterations of the window, summed over stages",
     "device_busy_share": "busy time of the stages in the window / time that stages of any replica were there in it",

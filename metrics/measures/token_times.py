@@ -2,7 +2,8 @@
 
 Decodes in lockstep share one list of token times, their cohort's; a request keeps (cohort, from, to) segments. The gaps
 between tokens (TBT) of a whole run are then the cohorts' gaps, each as often as segments cover it, and the few gaps
-between one segment of a request and its next, such as a preempted request's wait. Counting the cover takes a
+between one segment of a request and its next, such as a preempted request's wait. Tokens of one request at one moment,
+which a speculating engine delivers together, have one gap. Counting the cover takes a
 difference array: one addition where a segment starts, one where it ends, one running sum over all.
 """
 
@@ -105,7 +106,8 @@ class TokenTimes:
         """All gaps of the wanted requests (one flag per row of the table of requests)."""
         segments = wanted[self.request_row]
         count = self._cover(self.first[segments] + 1, self.last[segments])
-        seen = count > 0
+        # Tokens that came together with the one before are no gap of their own.
+        seen = (count > 0) & (self.gaps_ns > 0)
         bridges = self.bridge_ns[wanted[self.request_row[self.bridges]]]
         return Gaps(
             np.concatenate([self.gaps_ns[seen], bridges]),

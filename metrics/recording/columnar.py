@@ -75,6 +75,7 @@ def iteration_tables(
         "cohorts": _list_array("cohorts", in_cohorts),
         **places,
         **_measured(plain, rows.rows),
+        **_drafted(plain, rows.rows),
     }
     for name, kind in _COMMON.items():
         if name in columns:
@@ -105,6 +106,10 @@ _DIFFER = {
     *_MEASURED,
     "chunks",
     "cohorts",
+    "draft_tokens",
+    "draft_context_total",
+    "drafting",
+    "drafts",
 }
 _COMMON = {column.name: column.type for column in ITERATIONS if column.name not in _DIFFER}
 """The columns that are the same for all rows of an event."""
@@ -122,6 +127,22 @@ def _measured(plain: Plain, rows: int) -> dict[str, NDArray[np.float64]]:
         columns[name] = wall_s.copy()
         columns[name][at] = values
     return columns
+
+
+def _drafted(plain: Plain, rows: int) -> dict[str, Any]:
+    """The columns of iterations that speculated, zero in others."""
+    numbers = np.zeros((3, rows), np.int64)
+    lens, fields = np.zeros(rows, np.int64), np.zeros((4, 0), np.int64)
+    if plain.drafted:
+        places = ints(plain.at)
+        drafted = flattened(plain.drafted, 4)
+        numbers[:, places[drafted[0]]] = drafted[1:]
+        if plain.drafts:
+            drafts = flattened(plain.drafts, 5)
+            np.add.at(lens, places[drafts[0]], 1)
+            fields = drafts[1:]
+    columns: dict[str, Any] = dict(zip(("draft_tokens", "draft_context_total", "drafting"), numbers))
+    return {**columns, "drafts": _list_array("drafts", (lens, list(fields)))}
 
 
 def packed_requests(ended: Ended) -> tuple[bytes, Ints]:

@@ -134,7 +134,9 @@ class Plain(NamedTuple):
 
     rows: of `pack_row`. at: the row of the table that each of them becomes. chunks, cohorts: the fields of whatever
     does not fit there, from the second of each on, as flat numbers; stages: those of every stage given. measured:
-    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed.
+    (position in the buffer, wall_s, cpu_s, activated experts) of iterations that were timed. drafted: (position,
+    draft_tokens, draft_context_total, drafting) of those that speculated; drafts: (position, request, verified,
+    accepted, delivered) of their decodes.
     """
 
     rows: list[bytes]
@@ -143,6 +145,8 @@ class Plain(NamedTuple):
     cohorts: list[int]
     stages: list[Ns]
     measured: list[tuple[int, float, float, float]]
+    drafted: list[tuple[int, int, int, int]]
+    drafts: list[tuple[int, int, int, int, int]]
 
     def clear(self) -> None:
         for held in self:
@@ -165,13 +169,15 @@ class Leaps(NamedTuple):
 
     rows: of `pack_leap`. ends, taken: of all leaps' iterations, one leap after the other: when each ended, and the
     blocks that the plan of the next one took. inside: (position of its first iteration there, one flag each) of leaps
-    whose iterations are not all alike in this.
+    whose iterations are not all alike in this. times: (position of its first iteration there; when each was planned,
+    when it started, its device time) of leaps whose iterations are planned ahead.
     """
 
     rows: list[bytes]
     ends: list[Ns]
     taken: list[int]
     inside: list[tuple[int, Sequence[bool]]]
+    times: list[tuple[int, Sequence[Ns], Sequence[Ns], Sequence[Ns]]]
 
     def clear(self) -> None:
         for held in self:

@@ -48,12 +48,16 @@ class Column(NamedTuple):
 RANK = "rank"
 """Which of its replica's ranks a row is of."""
 
-LATER: dict[str, float | None] = {RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan}
+LATER: dict[str, float | tuple[()] | None] = {
+    RANK: 0, "tenant": None, "program": None, "activated_experts": math.nan,
+    "draft_tokens": 0, "draft_context_total": 0, "drafting": 0, "drafts": (),
+}  # fmt: skip
 """Columns that run folders of earlier versions do not have, and what stands for them there."""
 
 NESTED = {
     "chunks": (("request", "int64"), ("tokens", "int32"), ("prefix", "int32"), ("samples", "bool")),
     "cohorts": (("cohort", "int64"), ("step", "int32"), ("size", "int32")),
+    "drafts": (("request", "int64"), ("verified", "int32"), ("accepted", "int32"), ("delivered", "int32")),
 }
 """Fields of the list<struct> columns: who was in the batch. A decode is in it through its cohort."""
 
@@ -114,6 +118,10 @@ ITERATIONS = (
     ),
     Column("chunks", "chunks", "prefill chunks in batch order: request, tokens, prefix already in the cache, samples"),
     Column("cohorts", "cohorts", "cohorts in batch order: cohort, step that this iteration completes, decodes"),
+    Column("draft_tokens", "int32", "drafts verified: rows of decodes beyond one each"),
+    Column("draft_context_total", "int64", "contexts of their decodes, once for every draft"),
+    Column("drafting", "int32", "tokens drafted afterwards for every request that sampled"),
+    Column("drafts", "drafts", "speculating decodes: request, drafts verified, accepted, tokens delivered"),
 )
 
 TOKENS = (
@@ -179,7 +187,7 @@ def schema(table: str) -> pa.Schema:
 
 
 def columns_table(table: str) -> str:
-    """The columns of one table as Markdown, for docs/metrics.md."""
+    """The columns of one table as Markdown, for docs/reference/metrics.md."""
 
     def kind(column: Column) -> str:
         fields = NESTED.get(column.type)

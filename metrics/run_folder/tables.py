@@ -168,6 +168,10 @@ class RunTables:
         """All cohorts of all batches as flat columns; `row` is the row of the iteration in its table."""
         return self._flattened("cohorts")
 
+    def drafts(self) -> dict[str, NDArray[Any]]:
+        """All speculating decodes of all batches as flat columns; `row` is the row of the iteration in its table."""
+        return self._flattened("drafts")
+
     def path(self, name: str) -> Path | None:
         """Where a table lies on disk, if it does."""
         held = self._tables[name]

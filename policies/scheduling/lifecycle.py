@@ -88,7 +88,7 @@ class Roster(Lockstep):
             if track is None:
                 continue
             unplanned = self._unplanned(track)
-            if track.closing:
+            if track.closing and track.cohort is None:
                 self._reopen(track)
             if track.order >= 0:
                 self._vacate(track)
@@ -306,7 +306,9 @@ class Roster(Lockstep):
             cohort.leave(track)
             if unreceived > 0:
                 queues.decode_tokens_promised += unreceived
-            if not cohort.size:
+            if track.closing:
+                self.retired.append(cohort)
+            elif not cohort.size:
                 self._drop_empty_parts()
         elif not track.closing:
             queues.parts.remove(track)

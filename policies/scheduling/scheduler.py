@@ -169,7 +169,15 @@ class Scheduler(Roster):
         for chunk in batch.chunks:
             if chunk[3]:
                 self._join(chunk[0], batch)
-        if self.micro_batches > 1:
+        if self.speculation is not None and self.chase_decodes:
+            # Who plans ahead counts on as many drafts as are wanted: the next batch is planned before they are made.
+            for part in batch.verified:
+                part[1].drafts = batch.shape[9]
+            for track, _ in batch.joins:
+                track.drafts = batch.shape[9]
+        if self.chase_decodes:
+            batch.repeats_at = queues.changes
+        elif self.micro_batches > 1:
             self.mark_repeatable(batch)
         return batch
 
@@ -225,7 +233,7 @@ class Scheduler(Roster):
                 track.first_token_ns = now_ns
         if batch.verified:
             finished = [*finished, *self._deliver_verified(batch, now_ns)]
-        if self.speculation is not None:
+        if self.speculation is not None and not self.chase_decodes:
             for track, epoch in batch.joins:
                 if track.epoch == epoch:
                     track.drafts = batch.proposed.get(track.request.id, 0)

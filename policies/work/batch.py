@@ -19,6 +19,17 @@ NOTHING: Final[Mapping[int, int]] = {}
 __all__ = ["Batch", "BatchShape", "Chunk", "Decodes", "Verified"]
 
 
+def drafts_of(batch: Batch) -> list[tuple[int, int, int, int]]:
+    """(request, drafts verified, accepted, tokens delivered) of the speculating decodes of a completed batch; those who
+    had gone by then, and placeholders, which are no drafts, left out."""
+    accepted = batch.accepted
+    return [
+        (part[1].request.id, part[2] - 1, accepted.get(part[1].request.id, 0), tokens)
+        for part, (_, tokens) in zip(batch.verified, batch.delivered)
+        if tokens and not part[4]
+    ]
+
+
 @mypyc_attr(acyclic=True)
 class Batch:
     """A planned iteration. It is in flight from `Scheduler.plan` to `Scheduler.complete`.
@@ -32,7 +43,8 @@ class Batch:
     new_blocks: (request id, table index, block id) of blocks given out for this batch, by the by-id ledger alone.
     verified: the speculating decodes among the parts, in batch order. What becomes of them the world says before the
         batch is completed. accepted: drafts accepted, by request id, none where it is silent; proposed: drafts made
-        afterwards for whoever sampled, by request id.
+        afterwards for whoever sampled, by request id. delivered: (first step, tokens) of each once it is completed; no
+        tokens for who had gone by then.
     swap_out, swap_in: KV to be moved to host memory and back before it runs, in this order.
     """
 
@@ -40,6 +52,7 @@ class Batch:
         "accepted",
         "cached_tokens",
         "chunks",
+        "delivered",
         "grown",
         "joins",
         "new_blocks",
@@ -78,6 +91,7 @@ class Batch:
         self.shape = shape
         self.repeats_at = NEVER
         self.verified: Sequence[Verified] = ()
+        self.delivered: list[tuple[int, int]] = []
         self.accepted = self.proposed = NOTHING
         self.new_blocks: Sequence[tuple[int, int, int]] = ()
         self.swap_out: Sequence[Move] = ()

@@ -47,6 +47,12 @@ class Speculator(Cohort):
         """Tokens that what is in flight delivers at least: one a width, and one if its prompt is."""
         return self.planned - len(self.times) - sum(self._flights) + len(self._flights)
 
+    @property
+    def surely_done(self) -> bool:
+        """Whether what is in flight reaches the declared limit even if no draft is accepted."""
+        track = self.track
+        return len(self.times) + self.promised >= track.segment_start + track.limit_after - track.produced
+
     def join(self, track: Track, segment_start: int, decodes_from: int) -> None:
         self._members[track] = None
         self._track = track

@@ -121,6 +121,8 @@ class IterationModel:
     calibrated = True
     stages = 1
     tile = 128
+    drafts_are_decodes = True
+    """This project's executor verifies drafts as decodes of their own (`profiler.speculation_cost`)."""
 
     def __init__(self, fit: IterationFit, *, speed: float = 1.0) -> None:
         if not 0 < speed < 1e3:

@@ -13,7 +13,7 @@ from profiler.specs.hardware import Hardware
 
 @dataclass(frozen=True)
 class RooflineConstants:
-    """What specifications do not say. Each with its source or reason; see docs/costs.md for how they were read.
+    """What specifications do not say. Each with its source or reason; docs/concepts/costs.md says how they were read.
 
     matmul_efficiency: large bfloat16 GEMMs (m >= 2048, n, k >= 4096) reach 0.90 (A100), 0.81 (H100), 0.79 (H200) of the
         dense peak at the median in NVIDIA aiconfigurator's kernel tables.

@@ -1,7 +1,7 @@
 """A cost model from specifications alone: bytes over bandwidth, FLOPs over peak, tiles, waves and latencies.
 
 It measured nothing of the engine it predicts, so it is marked uncalibrated. Its constants (roofline_constants.py) hold
-for every GPU alike; none was chosen to match the published step times it is compared with in docs/costs.md.
+for every GPU alike; none was chosen to match the published step times it is compared with in docs/concepts/costs.md.
 
 Whatever depends on the number of rows alone (GEMMs, norms, all-reduces) is evaluated once per row count into a table
 that the scalar and the vector path share; attention terms are a few multiplications.

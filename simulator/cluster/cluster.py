@@ -309,6 +309,8 @@ class Cluster:
             overlap_sends=engine.config.pp_overlap,
             leaps=engine.config.leaps,
         )
+        if engine.acceptance is not None:
+            replica.decide = engine.acceptance.decide
         replica.on_batch = self.on_batch
         if isinstance(replica, SwapsKV):
             replica.device_block_bytes = memory.device_block_bytes

@@ -66,6 +66,10 @@ class Recording:
                 "cohorts": [
                     {"cohort": row.job.request.id, "step": len(row.job.steps) - 1, "size": 1} for row in decodes
                 ],
+                "draft_tokens": 0,
+                "draft_context_total": 0,
+                "drafting": 0,
+                "drafts": [],
             }
         )
 

@@ -18,6 +18,7 @@ from metrics import Recorder
 from metrics.recording.events import STAGE_FIELDS, pack_row
 from policies import Batch, BatchShape, Ns, Request, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
+from policies.work.batch import drafts_of
 from profiler.iterations.aftermath import merged
 from simulator.clock.virtual_time import COMPLETION, WAKE, Moment, Nanoseconds
 from simulator.replica.fast_costs import FastCosts, StageTimes, refuse
@@ -73,6 +74,8 @@ class PlainReplica:
         # Extra device time of the iterations to come, the next one last.
         self._owed: list[Ns] = []
         self.on_end = on_end
+        # Where the engine speculates: says of a batch that completes which of its drafts are accepted.
+        self.decide: Callable[[Batch], None] | None = None
         self.on_room: Callable[[Replica], None] | None = None
         self.on_batch: OnBatch | None = None
         self.overlap_sends = overlap_sends
@@ -330,6 +333,8 @@ class PlainReplica:
         """Deliver the oldest flight, now; returns its batch."""
         batch, start, end, before, after, device, stages, running, waiting, free_blocks = self._flights.popleft()
         scheduler = self.scheduler
+        if self.decide is not None:
+            self.decide(batch)
         finished = scheduler.deliver(batch, end)
         if self.on_batch is not None:
             self.on_batch(self, batch, end, finished)  # type: ignore[arg-type]
@@ -378,6 +383,16 @@ class PlainReplica:
                 else:
                     number, step, size = part[0].number, part[1], members
                 num_cohorts += 1
+        if batch.verified:
+            for verified, (first, delivered) in zip(batch.verified, batch.delivered):
+                if delivered:
+                    if num_cohorts:
+                        more_cohorts = [*more_cohorts, verified[0].number, first, 1]
+                    else:
+                        number, step, size = verified[0].number, first, 1
+                    num_cohorts += 1
+        if batch.shape[9]:
+            self.recorder.speculated(batch.shape, drafts_of(batch))
         self.recorder.row(
             _pack(
                 self.number,

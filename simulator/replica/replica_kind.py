@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from policies import Policy, Scheduler, knobs_of, largest_batch, make_policy, make_scheduler
+from policies import Policy, Scheduler, Speculation, knobs_of, largest_batch, make_policy, make_scheduler
 from policies.edges.input_digests import digest_of
 from policies.registry import policy_class
 from policies.scheduling.make_scheduler import LEAST_ROOM
@@ -28,6 +28,8 @@ from simulator.replica.attention_ffn_apart import AttentionFfnApart, attention_b
 from simulator.replica.fast_costs import form_of_ranks
 from simulator.replica.front_end import FrontEndTimes
 from simulator.replica.memory_measures import ReplicaMemory, check_memory, compression_ratio, packed_cost
+from simulator.speculation.acceptance import Acceptance, make_acceptance
+from simulator.speculation.drafting import blocks_beside_drafter, check_speculation, speculating_cost
 from workloads import Trace
 
 LONGEST_BY = "positions of the model; --max-model-len allows more"
@@ -41,7 +43,7 @@ class Engine:
 
     nominal: what a policy that plans by time believes, where `cost` is a draw from a model's error (no engine knows
     its own residual); otherwise None, and it believes `cost` itself. named, front: the engine as it is served, and its
-    front end.
+    front end. acceptance: what becomes of its drafts, where it speculates.
     """
 
     policy: Policy
@@ -52,6 +54,12 @@ class Engine:
     nominal: CostModel | None = None
     named: NamedEngine = field(default_factory=lambda: NamedEngine(NONE))
     front: FrontEndTimes | None = None
+    acceptance: Acceptance | None = None
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """How it drafts tokens, if it does."""
+        return None if self.config.speculation is None else Speculation.parse(self.config.speculation)
 
     @property
     def devices(self) -> int:
@@ -81,7 +89,8 @@ class Engine:
     def ahead(self) -> bool:
         """Whether the next batch is planned before the running one returns."""
         on_gpu = load_hardware(self.config.gpu).processor == "gpu"
-        return self.policy.plans_ahead(on_gpu=on_gpu, stages=self.config.pp)
+        method = "" if self.speculation is None else self.speculation.method
+        return self.policy.plans_ahead(on_gpu=on_gpu, stages=self.config.pp, speculation=method)
 
     def scheduler(self) -> Scheduler:
         """A fresh scheduler for one replica."""
@@ -103,6 +112,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             swap=self.memory.swap(),
             admission=self.memory.admission(),
+            speculation=self.speculation,
         )
 
     @cached_property
@@ -140,6 +150,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     config = _with_defaults_of(named, config, gpu)
     policy = make_policy(config.policy, config.knobs)
     check_memory(config)
+    speculation = check_speculation(config)
     if config.pp > 1 and getattr(policy, "async_scheduling", False):
         raise SimulationError(
             f"--async with --pp {config.pp}: a pipeline plans ahead already, one micro-batch a stage; leave --async out"
@@ -152,14 +163,22 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
     cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)
+    cost = speculating_cost(config, cost, model, gpu)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = int(_num_blocks(config, policy, model, gpu, max_model_len) * blocks_by_windows(model, trace))
+        num_blocks = blocks_beside_drafter(config, model, num_blocks)
     if config.num_blocks is None and config.kv_compression is not None and len(trace):
         # As many more as a request of the trace's mean length becomes smaller.
         mean_tokens = int((trace.prompt_tokens + trace.output_tokens).mean())
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
-    engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=FrontEndTimes.of(terms))
+    acceptance = None
+    if speculation is not None:
+        acceptance = make_acceptance(config.acceptance, config.drafts_found, speculation, trace, config.seed)
+    front = FrontEndTimes.of(terms)
+    engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=front, acceptance=acceptance)
+    if engine.together and speculation is not None:
+        raise SimulationError(f"--speculation with --dp {config.dp}: ranks that step together do not speculate here")
     ranks = getattr(cost, "ranks", config.dp)
     if form_of_ranks(cost) is not None and ranks != config.dp:
         raise SimulationError(f"cost model {cost.name}: found {ranks} ranks, expected {config.dp}, as --dp says")

@@ -1,6 +1,6 @@
 """Which features of a simulated run go together: every pair is run on a small trace, or refused by name.
 
-docs/features.md shows the answers; a test holds every one of them.
+docs/reference/features.md shows the answers; a test holds every one of them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ FEATURES = (
     Feature("failures", {"failures": ("0@0.02+0.1",)}),
     Feature("autoscaling", {"autoscale": {"most": "2", "by": "queue", "startup_s": "0.02"}}),
     Feature("engine as served", {"engine": "vllm:0.19"}),
+    Feature("speculation", {"speculation": "ngram:4", "acceptance": "0.6"}),
     Feature("closed loop", workload={"arrivals": "closed:3,0.01"}),
     Feature("clients that give up", workload={"timeout": "uniform:0.1,2"}),
     Feature("reference simulator", {"reference": True}),
@@ -95,7 +96,7 @@ def pairs() -> list[tuple[Feature, Feature]]:
 
 
 def page() -> str:
-    """docs/features.md: a table of every pair, and below it the sentences of those that are refused."""
+    """docs/reference/features.md: a table of every pair, and below it the sentences of those that are refused."""
     numbers: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
     for one, other in pairs():
@@ -127,4 +128,4 @@ def page() -> str:
 if __name__ == "__main__":
     from policies.edges.output_file import write_bytes
 
-    write_bytes("docs/features.md", page().encode(), SimulationError)
+    write_bytes("docs/reference/features.md", page().encode(), SimulationError)

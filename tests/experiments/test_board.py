@@ -17,7 +17,7 @@ from experiments.board.page import page
 from experiments.board.ranking import rank, rankings
 
 ROOT = Path(__file__).parents[2]
-BOARD = json.loads((ROOT / "docs/board.json").read_text(encoding="utf-8"))
+BOARD = json.loads((ROOT / "docs/evidence/board.json").read_text(encoding="utf-8"))
 
 
 def differing(made: dict[str, object]) -> list[str]:
@@ -31,7 +31,7 @@ def _name(row: dict[str, object]) -> tuple[object, ...]:
 
 
 def test_the_page_is_written_from_the_committed_figures() -> None:
-    assert (ROOT / "docs/board.md").read_text(encoding="utf-8") == page(BOARD)
+    assert (ROOT / "docs/evidence/board.md").read_text(encoding="utf-8") == page(BOARD)
 
 
 def test_committed_figures_of_runs_are_what_the_command_makes() -> None:

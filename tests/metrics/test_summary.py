@@ -19,6 +19,7 @@ from metrics.measures.summary import pd_optimum
 from metrics.measures.summary_keys import keys_table
 from metrics.measures.token_times import TokenTimes
 from metrics.run_folder.columns import TABLES, columns_table
+from metrics.run_folder.drafts import SPECULATION_KEYS
 from policies.work.request import Request
 from simulator.config import ReplayConfig
 from simulator.simulation import replay
@@ -138,6 +139,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         "mbu": None,
         "mbu_busy": None,
         **dict.fromkeys(MEMORY_KEYS),
+        **dict.fromkeys(SPECULATION_KEYS),
         "prefix_hit_requests": 1,
     }
     for key, value in expected.items():
@@ -252,7 +254,7 @@ def test_a_run_without_a_measured_region_has_no_share_inside_it(config: dict[str
 
 
 def test_every_key_and_every_column_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert keys_table() in page
     assert all(columns_table(table) in page for table in TABLES)
 

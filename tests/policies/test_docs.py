@@ -10,7 +10,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_every_policy_has_its_row_with_every_knob():
-    page = (DOCS / "policies.md").read_text()
+    page = (DOCS / "concepts" / "policies.md").read_text()
     table = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", page.split("\n\n")[2], re.MULTILINE))
     assert list(table) == list(BUILT_IN)
     for name, knobs in table.items():
@@ -29,7 +29,7 @@ def test_every_policy_says_its_rule_its_paper_and_its_knobs():
 
 
 def test_the_page_on_writing_one_shows_the_example_and_all_that_a_draft_grants():
-    page = (DOCS / "write-a-policy.md").read_text()
+    page = (DOCS / "how-to" / "write-a-policy.md").read_text()
     assert (DOCS.parent / "examples/my_policy.py").read_text().strip() in page
     for name in vars(Draft):
         if not name.startswith("_") and callable(getattr(Draft, name)):

@@ -1,4 +1,4 @@
-"""The example of docs/write-a-policy.md: by hand, under the invariants, and through the command line."""
+"""The example of docs/how-to/write-a-policy.md: by hand, under the invariants, and through the command line."""
 
 import json
 import os

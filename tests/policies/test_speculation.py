@@ -185,17 +185,20 @@ def test_speculation_that_makes_no_sense_is_refused():
             Speculation.parse(text)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(policy_names()[:9]),
     method=st.sampled_from(["ngram:4", "draft:3", "eagle:2"]),
     seed=st.integers(0, 10**6),
     by_id=st.booleans(),
     micro_batches=st.sampled_from([1, 1, 2]),
+    ahead=st.booleans(),
     blocks=st.sampled_from([24, 40, 400]),
     swaps=st.booleans(),
 )
-def test_no_token_or_block_is_lost_whatever_is_accepted(policy, method, seed, by_id, micro_batches, blocks, swaps):
+def test_no_token_or_block_is_lost_whatever_is_accepted(
+    policy, method, seed, by_id, micro_batches, ahead, blocks, swaps
+):
     draws = random.Random(seed)
     longest = 64
     caching = by_id and draws.random() < 0.5
@@ -203,7 +206,14 @@ def test_no_token_or_block_is_lost_whatever_is_accepted(policy, method, seed, by
         BlockLedger(blocks, BLOCK, longest, prefix_caching=caching) if by_id else CountingLedger(blocks, BLOCK, longest)
     )
     speculation = Speculation.parse(method)
-    host = Host(micro_batches=micro_batches, speculation=speculation, estimator=lambda shape: 1000 + 10 * shape.rows)
+    ahead = ahead and micro_batches == 1
+    host = Host(
+        micro_batches=micro_batches,
+        chase_chunks=ahead,
+        chase_decodes=ahead,
+        speculation=speculation,
+        estimator=lambda shape: 1000 + 10 * shape.rows,
+    )
     swap = Swap(HostMemory(20, 1), "swap") if swaps else None
     scheduler = Scheduler(
         make_policy(policy), ledger, host, token_budget=48, max_num_seqs=8, max_model_len=longest, swap=swap

@@ -2,7 +2,7 @@
 
 From the model card: hidden 4096, 32 query heads and 8 KV heads of 128, FFN 14336, vocabulary 128,256, 32 layers.
 From the datasheet: 989.5 TFLOP/s in bfloat16, 3.35 TB/s, 132 processors, 450 GB/s of NVLink in one direction.
-With the constants that docs/costs.md states: GEMMs 0.80 of peak (791.6 TFLOP/s), attention 0.55 (544.2), memory 0.80
+With the constants that docs/concepts/costs.md states: GEMMs 0.80 of peak (791.6 TFLOP/s), attention 0.55 (544.2), memory 0.80
 (2.68 TB/s), KV 0.70 (2.345), links 0.75 (337.5 GB/s), 3 us a kernel, 5 us an all-reduce.
 
 A tile of 128 x 128 outputs over K = 4096 is 2 x 128 x 128 x 4096 = 134,217,728 FLOPs; a wave of 132 takes 22.381 us.

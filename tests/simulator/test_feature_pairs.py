@@ -1,4 +1,4 @@
-"""Every pair of features serves every request, alike with and without leaps, or is refused by name (docs/features.md)."""
+"""Every pair of features serves every request, alike with and without leaps, or is refused by name (docs/reference/features.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from simulator.simulation import replay
 from simulator.studies.feature_pairs import FEATURES, config_of, page, pairs, try_together, workload_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "features.md"
 
 
 @pytest.mark.parametrize("one", FEATURES, ids=lambda feature: feature.name)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workloads import cells as parse
-from workloads.cells import MAX_TOKENS, WHOLE_RANGES, BadCellError
+from workloads.cells import MAX_TOKENS, SHARES, WHOLE_RANGES, BadCellError
 from workloads.column_names import LISTS, REQUIRED, TEXTS, Field
 from workloads.ragged import RaggedColumn
 from workloads.reading.chunk import Chunk, as_numpy, place, taken
@@ -158,6 +158,8 @@ class Columns:
 
     def _plain(self, meaning: str, field: Field, values: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Which numbers are what they are, without a look at their cells."""
+        if meaning in SHARES:
+            return (values >= 0) & (values <= 1)
         whole = meaning in REQUIRED or meaning in WHOLE_RANGES
         low, high = (self._least[meaning], MAX_TOKENS) if meaning in REQUIRED else WHOLE_RANGES.get(meaning, (0, 0))
         plain: NDArray[np.bool_] = (values >= low) & (values <= (high if whole else parse.most_time(field.unit)))
@@ -167,10 +169,13 @@ class Columns:
         if meaning in REQUIRED:
             return partial(parse.tokens, least=self._least[meaning])
         if meaning == "arrival":
-            return parse.date_ns if self._dated else partial(parse.time, unit=field.unit)
+            moment = parse.date_ns if self._dated else partial(parse.time, unit=field.unit)
+            return _or_nan(moment) if "delay" in self.found and not self._dated else moment
         if meaning in WHOLE_RANGES:
             low, high = WHOLE_RANGES[meaning]
             return _or_nan(partial(parse.whole, low=low, high=high))
+        if meaning in SHARES:
+            return _or_nan(parse.share)
         return _or_nan(partial(parse.time, unit=field.unit))
 
     def _texts(self, raw: Any) -> tuple[list[str | None], Bad]:

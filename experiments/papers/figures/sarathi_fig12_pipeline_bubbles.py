@@ -74,7 +74,7 @@ def run(quick: bool) -> Result:
     }
     note = (
         "Orca at its best: one whole prompt a batch. Our Orca pipeline loses more to bubbles than the paper's "
-        "simulation, and so its distance to the others is larger; docs/pipelines.md takes the differences apart."
+        "simulation, and so its distance to the others is larger; docs/concepts/pipelines.md explains the differences."
     )
     tables = {"deployments": outcomes, "per-request": quantiles}
     costs = list(dict.fromkeys(outcome["cost_model"] for outcome in study["outcomes"]))

@@ -97,7 +97,7 @@ def run(quick: bool) -> Result:
     note = (
         "The artifact's length file is not published; ours has the medians and P90 of the paper's Table 2. Its engine "
         "ran eagerly from one Python process, and its decode steps took two to three times what our costs say "
-        "(docs/costs.md), so absolute times differ while the shape is the same."
+        "(docs/concepts/costs.md), so absolute times differ while the shape is the same."
     )
     if not artifact:
         note += " The artifact's curves are absent here, so they are not drawn."

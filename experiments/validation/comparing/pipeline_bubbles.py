@@ -135,8 +135,8 @@ def bubble_blocks(rows: Sequence[BubbleComparison]) -> list[Block]:
     return [
         Heading("Bubbles"),
         Text(
-            "Share of the stages' time in flight that they idle, by cause (see docs/metrics.md). Differences are in "
-            f"percentage points; the aim is {AIM * 100:.0f} of them or the repeats' own spread. Ranked by all bubbles, "
+            "Share of the stages' time in flight that they idle, by cause (docs/reference/metrics.md). Differences are "
+            f"in percentage points; aim: {AIM * 100:.0f} of them or the repeats' own spread. Ranked by all bubbles, "
             f"{agreed} of {decided} decided pairs of policies stand in the live order."
         ),
         Table(("policy", "load", "cause", "predicted", "live", "live range", "difference", "verdict"), lines, marks),
