@@ -39,6 +39,8 @@ BUILT_IN: Mapping[str, str] = {
     "predicted_sjf": "policies.fair.predicted_sjf:PredictedSjf",
     "weighted_fair": "policies.fair.weighted_fair:WeightedFair",
     "vtc": "policies.fair.vtc:Vtc",
+    "program_fcfs": "policies.fair.program_fcfs:ProgramFcfs",
+    "least_attained": "policies.fair.least_attained:LeastAttained",
 }
 
 ENTRY_POINT_GROUP = "charioteer.policies"
