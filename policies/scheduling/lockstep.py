@@ -144,6 +144,52 @@ class Lockstep:
         self.queues.decode_tokens_promised -= steps * size
         return taken
 
+    def quiet_steps_ahead(self, older: Batch, newer: Batch) -> int:
+        """Where planning runs one batch ahead: how many of the next completions will be followed by the same decodes,
+        one token longer, if nobody arrives or is withdrawn. older, newer: the two batches in flight.
+
+        The policy would see what it saw when it planned `newer`, with contexts grown and blocks taken.
+        """
+        queues = self.queues
+        if newer.repeats_at != queues.changes or len(queues.parts) != 1 or queues.in_flight_batches != 2:
+            return 0
+        cohort = queues.parts[0]
+        if not isinstance(cohort, Cohort) or cohort.speculates or cohort.in_flight != 2 or not self.promises.decodes:
+            return 0
+        if cohort.lost or cohort.closing or self.withheld or self.alarm_ns is not None or self._only_now:
+            return 0
+        if self.stateful is not None or self.admission is not None or self.swap is not None or self.ledger.by_id:
+            return 0
+        for batch in (older, newer):
+            grown = batch.grown
+            if batch.chunks or batch.preempted or len(grown) != 1:
+                return 0
+            if grown[0][0] is not cohort or grown[0][2] != cohort.size:
+                return 0
+        steps = cohort.steps_to_next_end()
+        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def leap_ahead(self, older: Batch, newer: Batch, ends_ns: Sequence[Ns]) -> list[int]:
+        """The next len(ends_ns) completions, at least two, each with the plan that follows it, at once: at most
+        `quiet_steps_ahead`. The two batches become those in flight afterwards. Returns the blocks that each plan took.
+        """
+        steps = len(ends_ns)
+        cohort, step, size, total, longest = newer.grown[0]
+        taken = cohort.plan_steps(steps, self.ledger)
+        cohort.times.extend(ends_ns)
+        self._batches += steps
+        self.queues.decode_tokens_promised -= steps * size
+        number = newer.number
+        for batch, further in ((older, steps - 1), (newer, steps)):
+            part = _new(_Decodes, (cohort, step + further, size, total + further * size, longest + further))
+            batch.number = number + further
+            batch.planned_ns = ends_ns[further - 1]
+            batch.parts = [part]
+            batch.grown = [part]
+            batch.shape = _new(_BatchShape, ((), size, part[3], part[4], newer.shape[4], size, 0, 0, 0, 0))
+            batch.repeats_at = self.queues.changes
+        return taken
+
     def plan_again(self, batch: Batch, now_ns: Ns) -> bool:
         """Turn `batch`, which has just been delivered, into the next plan, where that is the same with a prefix and
         contexts grown; False, and nothing has changed, where the policy has to be asked.

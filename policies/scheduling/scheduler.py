@@ -178,7 +178,9 @@ class Scheduler(Roster):
                 part[1].drafts = batch.shape[9]
             for track, _ in batch.joins:
                 track.drafts = batch.shape[9]
-        if self.micro_batches > 1:
+        if self.chase_decodes:
+            batch.repeats_at = queues.changes
+        elif self.micro_batches > 1:
             self.mark_repeatable(batch)
         return batch
 
