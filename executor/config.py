@@ -76,6 +76,10 @@ class LiveConfig:
     max_model_len: int | None = setting(
         None, "Longest prompt + output; by default the trace's, if the model allows.", group=ENGINE, least=1
     )
+    speculation: str | None = setting(
+        None, "Drafts are verified: ngram:4 or draft:3, the method and drafts a step.", group=ENGINE
+    )
+    draft_model: str | None = setting(None, "Model that drafts (with draft:K); as --model.", group=ENGINE)
 
     block_size: int = setting(16, "Tokens per KV block.", group=MEMORY, least=1)
     num_blocks: int | None = setting(None, "Usable KV blocks; by default what the trace needs.", group=MEMORY, least=1)

@@ -92,14 +92,18 @@ NAMES: dict[str, tuple[str, ...]] = {
     "hash_tokens": ("hash_tokens", "block_size", "hash_block_size"),
     "prompt_ids": ("prompt_ids", "prompt_token_ids", "input_token_ids", "input_tok_ids", "input_ids"),
     "after_row": ("after_row",),
+    "joins": ("joins", "join_rows"),
+    "call": ("call_id", "chat_id", "request_id", "node_id", "id"),
+    "parent": ("parent_call_id", "parent_chat_id", "parent_request_id", "parent_id", "parent"),
+    "delay": ("delay",),
     "think": ("think", "think_time"),
     "elapsed": ("elapsed", "elapsed_time"),
 }
 """Field -> the names it goes by, the most telling first."""
 
-TIMES = ("arrival", "abort", "timeout", "think", "elapsed")
-LISTS = ("prefix_hashes", "prompt_ids")
-TEXTS = ("session", "slo", "tenant", "program")
+TIMES = ("arrival", "abort", "timeout", "think", "elapsed", "delay")
+LISTS = ("prefix_hashes", "prompt_ids", "joins")
+TEXTS = ("session", "slo", "tenant", "program", "call", "parent")
 REQUIRED = ("prompt_tokens", "output_tokens")
 
 NS_PER_UNIT = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
@@ -145,6 +149,15 @@ def find(columns: Sequence[str]) -> dict[str, Field]:
             if match is not None:
                 found[meaning] = Field(meaning, *match)
                 break
+    # Calls are named by whoever names their parents; any other file's chat_id is its session.
+    if "parent" in found and "call" in found:
+        if "session" in found and found["session"].column == found["call"].column:
+            del found["session"]
+    else:
+        found.pop("parent", None)
+        found.pop("call", None)
+    if "delay" in found and ("session" not in found or "after_row" in found):
+        del found["delay"]
     return found
 
 
@@ -164,6 +177,7 @@ def dialect(columns: Sequence[str]) -> str:
 SAY_NOTHING_MORE = {
     "burstgpt": {"model", "total_tokens", "log_type"},
     "vidur": {"num_total_tokens", "pd_ratio"},
+    "bailian": {"type"},
     "lengths": {"num_total_tokens", "total_tokens", "pd_ratio"},
 }
 """Columns of a project's files, or of lengths alone, that follow from others or that no run here could use."""
@@ -181,6 +195,7 @@ def unused(columns: Sequence[str], found: Mapping[str, Field], kind: str) -> lis
 DIALECTS = {
     "azure": {"timestamp", "context_tokens", "generated_tokens"},
     "burstgpt": {"timestamp", "request_tokens", "response_tokens"},
+    "bailian": {"chat_id", "parent_chat_id", "timestamp", "input_length", "output_length"},
     "mooncake": {"timestamp", "input_length", "output_length"},
     "vidur": {"arrived_at", "num_prefill_tokens", "num_decode_tokens"},
     "vllm": {"queued_ts", "input_toks", "output_toks"},

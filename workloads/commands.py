@@ -77,6 +77,10 @@ def generate(
         str | None,
         typer.Option(rich_help_panel="Ready-made", help="summarization, chat, translation, code or reasoning."),
     ] = None,
+    programs: Annotated[
+        str | None,
+        typer.Option(rich_help_panel="Ready-made", help="agent, research or map_reduce: --requests programs of calls."),
+    ] = None,
     case: Annotated[
         str | None,
         typer.Option(rich_help_panel="Ready-made", help="orca_best or orca_worst: SARATHI's extremes, closed loop."),
@@ -151,8 +155,9 @@ def generate(
 
 
 _PRESET_TAKES = {"preset", "duration", "rate", "seed", "out"}
+_PROGRAMS_TAKE = {"programs", "requests", "arrivals", "rate", "hash_tokens", "context_limit", "seed", "out"}
 _CASE_TAKES = {"case", "clients", "rounds", "prompt", "output", "out"}
-_NOT_PLAIN = {"out", "preset", "case", "rate", "clients", "rounds"}
+_NOT_PLAIN = {"out", "preset", "programs", "case", "rate", "clients", "rounds"}
 _DEFAULTS: dict[str, Any] = {
     "profile": "constant",
     "prompt": "fixed:1024",
@@ -182,13 +187,24 @@ def _generated(given: dict[str, Any]) -> Any:
         refuse_others("with --preset, which does not take it", _PRESET_TAKES)
         duration_s = 300.0 if given["duration"] is None else given["duration"]
         return preset(given["preset"]).trace(duration_s, given["rate"], given["seed"])
+    if given["programs"] is not None:
+        from workloads.generating.programs import generate_programs
+
+        refuse_others("with --programs, which does not take it", _PROGRAMS_TAKE)
+        if given["requests"] is None:
+            raise TraceError("generate: found --programs without --requests, expected how many programs")
+        if given["rate"] is not None and given["arrivals"] is not None:
+            raise TraceError("generate: found --rate beside --arrivals, expected one of the two")
+        arrivals = given["arrivals"] or f"poisson:{given['rate'] or 0.1:g}"
+        taken = {key: given[key] for key in ("hash_tokens", "context_limit", "seed")}
+        return generate_programs(given["programs"], programs=given["requests"], arrivals=arrivals, **taken)
     if given["case"] is not None:
         refuse_others("with --case, which does not take it", _CASE_TAKES)
         if given["case"] not in ("orca_best", "orca_worst"):
             raise TraceError(f"case: found {given['case'][:40]!r}, expected orca_best or orca_worst")
         counts = [_fixed(given[key], key) for key in ("prompt", "output")]
         return getattr(cases, given["case"])(given["clients"], given["rounds"], *counts)
-    refuse_others("without the --preset or --case that takes it", used - _NOT_PLAIN | {"out"})
+    refuse_others("without the --preset, --programs or --case that takes it", used - _NOT_PLAIN | {"out"})
     options = {key: value for key, value in given.items() if key not in _NOT_PLAIN}
     options["duration_s"] = options.pop("duration")
     options["arrivals"] = options["arrivals"] or "poisson:1"

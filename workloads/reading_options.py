@@ -25,8 +25,8 @@ class ReadingOptions:
     trace: str | None = setting(None, "Trace file, where no argument names it.", flag="")
     trace_format: str = setting(
         "auto",
-        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, burstgpt, vllm, vllm_steps, servegen or "
-        "lengths.",
+        "auto (by content), csv, jsonl, parquet, azure, vidur, mooncake, bailian, agent_sessions, burstgpt, vllm, "
+        "vllm_steps, servegen or lengths.",
         group=GROUP,
     )
     arrivals: str | None = setting(

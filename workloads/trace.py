@@ -4,7 +4,8 @@ Columns instead of objects: a million requests are a few arrays, a sweep shares 
 the rate is one multiplication. `Request` objects are made one at a time as they arrive.
 
 Closed loops (sessions with thinking users, a fixed number of clients) are plain data too: a request with
-`after_row[i] = j >= 0` arrives `think_ns[i]` after the answer of row j has ended, however it ended. j < i always, so
+`after_row[i] = j >= 0` arrives `think_ns[i]` after the answer of row j has ended, however it ended; with `joins[i]` it
+waits for the answers of these rows too, so that programs may fork (many rows after one) and join. j < i always, so
 whoever drives a trace can walk it once.
 """
 
@@ -41,6 +42,7 @@ _COLUMNS = (
     "prompt_ids",
     "after_row",
     "think_ns",
+    "joins",
 )
 _INTEGER_COLUMNS = (
     "arrival_ns",
@@ -78,7 +80,8 @@ class Trace:
         arrival (closed loop) moves the abort with it; `timeout_ns` gives the difference.
     prompt_ids: per request the prompt's token ids where the trace carries them.
     after_row, think_ns: closed loop. -1 in after_row: arrives at arrival_ns. Otherwise an earlier row: arrives
-        think_ns after that row's answer has ended.
+        think_ns after that row's answer has ended. joins: further rows that it waits for, per request a tuple of
+        earlier ones; none where after_row is -1.
     history: "in_prompt" where a turn's prompt may hold its session so far (see workloads.generating.shared_prefixes),
         "none" where no turn's prompt does.
     notes: what the reader had to say (rows skipped and why), one sentence each.
@@ -107,6 +110,7 @@ class Trace:
     tenant: Sequence[str | None] | None = None
     program: Sequence[str | None] | None = None
     predicted_tokens: Column | None = None
+    joins: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name in _INTEGER_COLUMNS:
@@ -128,6 +132,13 @@ class Trace:
             wrong = (self.after_row >= np.arange(len(self))) | (self.after_row < -1)
             self._expect("after_row", wrong, "an earlier row, or -1 for none")
             self._expect("think_ns", (self.think_ns < 0) & (self.after_row >= 0), "0 ns or more")
+        for row, others in enumerate(self.joins or ()):
+            after = -1 if self.after_row is None else int(self.after_row[row])
+            if len(others) and (after < 0 or any(not 0 <= other < row or other == after for other in others)):
+                raise TraceError(
+                    f"{self.name}, row {row}, column joins: found {list(others)[:9]} beside after_row {after}, "
+                    "expected an after_row and earlier rows other than it"
+                )
 
     def _expect(self, name: str, wrong: NDArray[np.bool_], expected: str) -> None:
         if wrong.any():
@@ -187,6 +198,8 @@ class Trace:
         if self.after_row is not None:
             for row in np.flatnonzero(self.after_row >= 0).tolist():
                 waiting.setdefault(int(self.after_row[row]), []).append(row)
+                for other in set(self.joins[row]) if self.joins is not None else ():
+                    waiting.setdefault(other, []).append(row)
         return waiting
 
     def head(self, limit: int) -> Trace:
@@ -221,6 +234,8 @@ class Trace:
             new_row = np.full(len(self) + 1, -1, np.int64)  # the extra last entry answers for -1
             new_row[numbers] = np.arange(len(numbers))
             columns["after_row"] = new_row[columns["after_row"]]
+            if columns["joins"] is not None:
+                columns["joins"] = _kept_joins(columns["after_row"], columns["joins"], new_row)
         return replace(self, **columns)
 
     def between(self, start_s: float, end_s: float) -> Trace:
@@ -262,6 +277,17 @@ class Trace:
         return self.hash_tokens == other.hash_tokens and all(
             _equal(getattr(self, name), getattr(other, name)) for name in _COLUMNS
         )
+
+
+def _kept_joins(after_row: Column, joins: Sequence[Sequence[int]], new_row: Column) -> list[tuple[int, ...]]:
+    """Joins in new numbers, without rows that were left out; a row whose after_row was takes another of them for it."""
+    kept = []
+    for row, others in enumerate(joins):
+        left = [int(new_row[other]) for other in others if new_row[other] >= 0]
+        if after_row[row] < 0 and left:
+            after_row[row] = left.pop(0)
+        kept.append(tuple(left))
+    return kept
 
 
 def _cut(column: Any, rows: Column) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 
 from policies.edges.output_file import write_bytes
 from policies.work.request import NS_PER_S
-from workloads.column_names import TEXTS
+from workloads.column_names import LISTS, TEXTS
 from workloads.trace import Trace, TraceError
 
 _ENDINGS = ".csv, .jsonl or .parquet (.csv.gz and .jsonl.gz too)"
@@ -59,6 +59,7 @@ def file_columns(trace: Trace) -> dict[str, Any]:
         "turn": trace.turn,
         "after_row": trace.after_row,
         "think_s": trace.think_ns,
+        "joins": trace.joins,
         "priority": trace.priority,
         "slo": trace.slo,
         "acceptance": trace.acceptance,
@@ -95,7 +96,7 @@ def _csv(trace: Trace) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    lists = {name for name in ("prefix_hashes", "prompt_ids") if name in columns}
+    lists = {name for name in LISTS if name in columns}
     cells = [
         (" ".join(map(str, value)) for value in column) if name in lists else _values(name, column)
         for name, column in columns.items()
@@ -127,7 +128,7 @@ def _parquet(trace: Trace) -> bytes:
             arrays[name[:-2] + "_ns"] = pa.array(column, pa.int64(), mask=column < 0)
         elif name in TEXTS:
             arrays[name] = pa.array(column, pa.string())
-        elif name in ("prefix_hashes", "prompt_ids"):
+        elif name in LISTS:
             arrays[name] = pa.array([list(row) for row in column], pa.list_(pa.int64()))
         else:
             arrays[name] = pa.array(column, pa.float64() if column.dtype == np.float64 else pa.int64())

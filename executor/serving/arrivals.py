@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from policies import Ns
+from workloads.follow_ups import FollowUps
 from workloads.trace import Trace
 
 NEVER = 1 << 62
@@ -18,10 +19,10 @@ class Arrivals:
     """
 
     def __init__(self, trace: Trace, time_scale: float, at_once: bool) -> None:
-        self._followers = trace.followers()
+        self._followers = FollowUps(trace)
         self._think = trace.think_ns
         self._scale = 0.0 if at_once else time_scale
-        waits = set().union(*self._followers.values()) if self._followers else set()
+        waits = self._followers.waiting()
         self._due = [
             (round(int(at) * self._scale), row) for row, at in enumerate(trace.arrival_ns.tolist()) if row not in waits
         ]
@@ -46,7 +47,7 @@ class Arrivals:
 
     def ended(self, row: int, now_ns: Ns) -> None:
         self.outstanding -= 1
-        for follower in self._followers.get(row, ()):
+        for follower in self._followers.free(row):
             assert self._think is not None
             heappush(self._later, (now_ns + round(int(self._think[follower]) * self._scale), follower))
 

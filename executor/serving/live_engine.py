@@ -26,7 +26,8 @@ from executor.serving.prompts import Prompts
 from executor.serving.request_text import Text
 from executor.serving.runner import Prepared, Result, Runner
 from metrics import Recorder
-from policies import Batch, Chunk, Ns, Request, Scheduler, Track
+from policies import Batch, Chunk, Decodes, Ns, Request, Scheduler, Track
+from policies.work.batch import drafts_of
 from workloads.trace import Trace
 
 Progress = Callable[[int, int], None]
@@ -304,8 +305,11 @@ class LiveEngine:
         for part in batch.parts:
             if isinstance(part, Chunk):
                 chunks.append((part.track.request.id, part.tokens, part.prefix, part.samples))
-            else:
+            elif isinstance(part, Decodes):
                 cohorts.append((part.cohort.number, part.step, part.size))
+        for verified, (first, delivered) in zip(batch.verified, batch.delivered):
+            if delivered:
+                cohorts.append((verified.cohort.number, first, 1))
         start, end = result.start_ns - self._origin, result.end_ns - self._origin
         cpu = self._cpu_ns()
         # A batch is busy from the end of the last one on (or from its plan, after a pause): host time before it runs
@@ -315,6 +319,8 @@ class LiveEngine:
         shape = batch.shape
         if result.executed_rows:
             shape = shape._replace(executed_rows=result.executed_rows)
+        if shape.drafting:
+            self.recorder.speculated(shape, drafts_of(batch))
         self.recorder.iteration(
             0,
             batch.number,

@@ -175,13 +175,34 @@ class OneRank:
         self, config: LiveConfig, scheduler: Scheduler, longest: int, rows: int, most_tokens: int
     ) -> Runner:
         """With the KV pool of the run. rows: requests at once; most_tokens: of one batch."""
-        cache = make_cache(config, self.loaded, scheduler.ledger.total_blocks, rows, most_tokens)
-        runner = Runner(self.loaded, cache, scheduler.ledger, longest, rows=rows, poison=config.poison)
+        blocks = scheduler.ledger.total_blocks
+        cache = make_cache(config, self.loaded, blocks, rows, most_tokens)
+        speculation = scheduler.speculation
+        if speculation is None:
+            runner = Runner(self.loaded, cache, scheduler.ledger, longest, rows=rows, poison=config.poison)
+        else:
+            from executor.speculation.speculating_runner import SpeculatingRunner, load_drafter
+
+            runner = SpeculatingRunner(
+                self.loaded,
+                cache,
+                scheduler.ledger,
+                longest,
+                rows=rows,
+                poison=config.poison,
+                speculation=speculation,
+                drafter=load_drafter(config, self.loaded, blocks, longest),
+            )
         runner.host = make_host_cache(scheduler.swap, cache)
         return runner
 
     def make_engine(self, *arguments: Any, **options: Any) -> LiveEngine:
-        return LiveEngine(*arguments, **options)
+        scheduler: Scheduler = arguments[0]
+        if scheduler.speculation is None:
+            return LiveEngine(*arguments, **options)
+        from executor.speculation.speculating_runner import SpeculatingEngine
+
+        return SpeculatingEngine(*arguments, **options)
 
     def make_ready(self, runner: Runner, scheduler: Scheduler, costs: MeasuredCosts) -> None:
         """Whatever has to be done before time counts."""
@@ -273,6 +294,9 @@ def scheduler_of(
     names: TextNames,
 ) -> Scheduler:
     """The scheduler of a live run; its pool is sized for `trace`."""
+    from executor.speculation.speculating_runner import speculation_of
+
+    speculation = speculation_of(config)
     known = {} if cost is None else {"estimator": _estimator(cost), "tile": cost.tile}
     return make_scheduler(
         policy,
@@ -291,7 +315,7 @@ def scheduler_of(
         max_num_seqs=config.max_num_seqs,
         watermark=config.watermark,
         by_id=True,
-        ahead=False if config.tp * config.pp > 1 and config.ahead is None else config.ahead,
+        ahead=False if (config.tp * config.pp > 1 or speculation) and config.ahead is None else config.ahead,
         on_gpu=loaded.device.type != "cpu",
         prefix_caching=config.prefix_caching,
         names=names,
@@ -299,6 +323,7 @@ def scheduler_of(
         admission=make_admission(config),
         micro_batches=config.pp,
         chase_chunks=config.chase_chunks,
+        speculation=speculation,
         **known,
     )
 

@@ -174,7 +174,7 @@ class Runner:
                     row = self._take_row(part.track)
                     fresh.add(part.track.request.id)
                 chunks.append((part, row))
-            else:
+            elif isinstance(part, Decodes):
                 parts.append(part)
         decodes = self._decodes(parts)
         if batch.new_blocks:
@@ -336,8 +336,7 @@ class Runner:
         if self._packed is not None:
             self._pack_old(step, step.decode_table, step.decode_context)
         if step.num_decodes:
-            first = int(step.decode_row[0])
-            token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
+            self._fill_in_decodes(token_ids, prepared)
 
         def ready() -> None:
             if not moves:
@@ -369,6 +368,12 @@ class Runner:
         executed = 0 if self.graphs is None or self.graphs.executed_rows == step.rows else self.graphs.executed_rows
         routing = self.loaded.model.routing
         return Result(ids, start_ns, end_ns, executed, self.routed.add(routing.read()) if routing else math.nan)
+
+    def _fill_in_decodes(self, token_ids: torch.Tensor, prepared: Prepared) -> None:
+        """Tokens of decodes, which travel from step to step on the device."""
+        step = prepared.step
+        first = int(step.decode_row[0])
+        token_ids[first : first + step.num_decodes] = self._last_tokens[step.tensor(step.decode_table)]
 
     def _start_timer(self, number: int) -> None:
         """Device time begins with the batch's first kernel: on an idle device an event passes when it is recorded, and

@@ -109,6 +109,7 @@ def _draw(plan_text: str, number: int, inputs: tuple[tuple[str, str], ...]) -> T
         abort_ns=None,
         prompt_ids=None,
         after_row=None,
+        joins=None,
         think_ns=None,
     )
     return retimed(drawn, plan["arrivals"], seed)

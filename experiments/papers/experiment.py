@@ -1,4 +1,4 @@
-"""What an experiment is: one short file in experiments/papers/figures/ that asks, runs, draws and judges.
+"""What an experiment is: one short file in experiments/papers/figures/ (or layouts/) that asks, runs, draws and judges.
 
 Such a module has QUESTION (one sentence), SOURCE (the paper and figure it is about), `run(quick)` which measures and
 returns a `Result`, and `draw(result, width_in)` which makes a matplotlib figure of it. The name of the file is the name
@@ -17,6 +17,9 @@ from typing import Any
 from experiments.errors import ExperimentError
 
 Rows = list[dict[str, Any]]
+
+ROOMS = ("experiments.papers.figures", "experiments.papers.layouts")
+"""Where experiments lie: those of papers, and those about how models lie on devices."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,7 @@ class Result:
 
 def experiment_names() -> list[str]:
     """Every experiment, in the order of its file names."""
-    import experiments.papers.figures
-
-    return sorted(module.name for module in iter_modules(experiments.papers.figures.__path__))
+    return sorted(name for room in ROOMS for name in _in_room(room))
 
 
 def load_experiment(name: str) -> ModuleType:
@@ -98,7 +99,11 @@ def load_experiment(name: str) -> ModuleType:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else "see `python -m experiments list`"
         raise ExperimentError(f"experiment {name!r}: no such experiment; {hint}")
-    return import_module(f"experiments.papers.figures.{name}")
+    return import_module(next(f"{room}.{name}" for room in ROOMS if name in _in_room(room)))
+
+
+def _in_room(room: str) -> list[str]:
+    return [module.name for module in iter_modules(import_module(room).__path__)]
 
 
 def within_check(comparisons: Sequence[Comparison], share: float) -> Check:

@@ -17,11 +17,11 @@ LARGEST_PNG = 150_000
 HEAD = """# Gallery
 
 Each figure below is measured by `python -m experiments run all` and can be made again from one command and one file of
-`experiments/papers/figures/`. Papers' numbers stand beside ours only to compare: no cost model is fitted to them.
-*Holds*
-means that all which the paper says there and we check comes out here too; *holds in part* says how much of it does.
-A cost model called `roofline` knows nothing but specifications (docs/concepts/costs.md); `fitted` ones rest on kernels
-measured with other software than the papers' engines had: where both stand beside each other, neither is the paper's.
+`experiments/papers/figures/` or `layouts/` beside it. Papers' numbers stand beside ours only to compare: no cost model
+is fitted to them. *Holds* means that all which the paper says there and we check comes out here too; *holds in part*
+says how much of it does. A cost model called `roofline` knows nothing but specifications (docs/concepts/costs.md);
+`fitted` ones rest on kernels measured with other software than the papers' engines had: where both stand beside each
+other, neither is the paper's.
 """
 
 CLAIMS_HEAD = (

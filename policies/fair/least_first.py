@@ -20,13 +20,13 @@ PER_TOKEN = 1_000_000
 class LeastFirst:
     """count: what each name has had; a name without an entry has had nothing."""
 
-    __slots__ = ("_heap", "_lined_up", "_number", "count")
+    __slots__ = ("_heap", "_number_of", "_numbers", "count")
 
     def __init__(self) -> None:
         self.count: dict[str | None, int] = {}
         self._heap: list[tuple[int, int, str | None]] = []
-        self._lined_up: set[str | None] = set()
-        self._number = 0
+        self._number_of: dict[str | None, int] = {}
+        self._numbers = 0
 
     def add(self, name: str | None, amount: int) -> None:
         self.count[name] = self.count.get(name, 0) + amount
@@ -35,11 +35,10 @@ class LeastFirst:
         self.count[name] = max(self.count.get(name, 0), count)
 
     def line_up(self, name: str | None) -> None:
-        """The name waits from now on."""
-        if name not in self._lined_up:
-            self._lined_up.add(name)
-            self._number += 1
-            heappush(self._heap, (self.count.get(name, 0), self._number, name))
+        """A name that did not wait does so from now on."""
+        self._numbers += 1
+        self._number_of[name] = self._numbers
+        heappush(self._heap, (self.count.get(name, 0), self._numbers, name))
 
     def least(self, waiting: Container[str | None]) -> str | None:
         """Of the names that are `waiting` (at least one, all lined up) the one that has had least; of equals the one
@@ -47,9 +46,8 @@ class LeastFirst:
         heap = self._heap
         while True:
             counted, number, name = heap[0]
-            if name not in waiting:
+            if name not in waiting or self._number_of[name] != number:
                 heappop(heap)
-                self._lined_up.discard(name)
             elif (count := self.count.get(name, 0)) > counted:
                 heapreplace(heap, (count, number, name))
             else:

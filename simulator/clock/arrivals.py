@@ -10,6 +10,7 @@ from simpy import Event
 from policies import Ns, Request
 from simulator.clock.virtual_time import ARRIVAL, Moment, Nanoseconds
 from workloads import Trace
+from workloads.follow_ups import FollowUps
 
 if TYPE_CHECKING:
     from simulator.replica.front_end import FrontEnd
@@ -36,7 +37,7 @@ class Arrivals:
         self.give_up = give_up
         self.front = front
         self.arrived = 0
-        self._followers = trace.followers()
+        self._followers = FollowUps(trace)
         self._open: Sequence[int] = self._open_rows(trace) if self._followers else range(len(trace))
         # Views of the trace's own memory whose entries are integers: lists of these would take 36 bytes an entry.
         self._times, self._outputs = trace.arrival_ns.data, trace.output_tokens.data
@@ -65,7 +66,7 @@ class Arrivals:
 
     def ended(self, row: int) -> None:
         """The answer of a row has ended, however: those who waited for it arrive after their think time."""
-        for follower in self._followers.get(row, ()):
+        for follower in self._followers.free(row) if self._followers else ():
             assert self.trace.think_ns is not None
             delay = int(self.trace.think_ns[follower])
             if self.front is not None:

@@ -22,6 +22,7 @@ from simulator.reference.replica import Engine, Process, Replica
 from simulator.routers import choose, make_router
 from simulator.routers.over_ranks import OverRanks
 from workloads import Trace
+from workloads.follow_ups import FollowUps
 from workloads.generating.shared_prefixes import with_prefix_hashes
 
 CANNOT = {
@@ -96,7 +97,7 @@ class Cluster:
         self.replicas: list[Engine] = []
         for engine in engines:
             self.replicas += self._replica(len(self.replicas), engine)
-        self.followers = trace.followers()
+        self.followers = FollowUps(trace)
         self.clock.process(self._arrivals())
 
     def _replica(self, first: int, engine: Any) -> Sequence[Engine]:
@@ -147,7 +148,7 @@ class Cluster:
         self.last_end_ns = self.clock.now_ns
         self.preemptions += job.preemptions
         self.recording.request(job, replica.number)
-        for follower in self.followers.get(row, ()):
+        for follower in self.followers.free(row):
             assert self.trace.think_ns is not None
             think_ns = int(self.trace.think_ns[follower])
             self.clock.call(self.clock.now_ns + think_ns, Clock.ARRIVE, partial(self._arrive, follower))

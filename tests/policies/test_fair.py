@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import CountingLedger, PolicyError, Request, Scheduler, make_policy
+from policies import CountingLedger, PolicyError, Request, Scheduler, Served, make_policy
 from policies.fair.least_first import PER_TOKEN, LeastFirst, parse_weights
 from policies.fair.vtc import Vtc
 from tests.policies.driving import drive
@@ -186,6 +186,36 @@ def test_a_preempted_request_is_ranked_by_what_is_left_of_it():
     log = work_through(scheduler, requests)
     assert sorted(log.finished) == [A, B, C]
     assert scheduler.preemptions
+
+
+# Programs
+
+
+def test_a_program_that_began_first_goes_first_whatever_its_call() -> None:
+    # p's first call runs until 2; q begins at 0.5, r at 0.6; p's next call comes at 1.2 and passes both.
+    calls = [(A, 0, "p"), (B, 0.5, "q"), (C, 0.6, "r"), (D, 1.2, "p"), (E, 1.3, None)]
+    requests = [asked(row, at, 4, 2, program=program) for row, at, program in calls]
+    log = work_through(scheduler_for("program_fcfs", chunk_size=4, max_num_seqs=1), requests)
+    assert list(dict.fromkeys(order(log))) == [A, D, B, C, E]
+
+
+def test_the_program_that_has_had_least_goes_first() -> None:
+    # A call costs 4 + 2 x 1 = 6: p is at level 1 after one (quantum 6), at 2 after two; r, which came last, at 0.
+    calls = [(A, 0, "p"), (B, 0, "p"), (C, 0, "q"), (D, 0, "q"), (E, 0, "r")]
+    requests = [asked(row, at, 4, 1, program=program) for row, at, program in calls]
+    log = work_through(scheduler_for("least_attained", chunk_size=4, quantum=6), requests)
+    assert order(log) == [A, C, E, B, D]
+
+
+def test_levels_double() -> None:
+    scheduler = scheduler_for("least_attained", chunk_size=4, quantum=6)
+    policy, state = scheduler.policy, scheduler.state
+    levels = []
+    for _ in range(8):
+        policy.hear(state, {"p": Served(4, 1), None: Served(100, 100)})
+        levels.append(state.count["p"])
+    assert levels == [1, 2, 2, 3, 3, 3, 3, 4]
+    assert None not in state.count
 
 
 # What they share

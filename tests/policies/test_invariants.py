@@ -29,6 +29,8 @@ POLICIES = [(name, {}) for name in policy_names()] + [
     ("slo_aware", {"chunk_size": 32, "classes": "chat:ttft=2e-6,tbt=1.4e-6;batch:ttft=1e-3", "window": 2}),
     ("slo_aware", {"chunk_size": 32, "ttft_s": 1e-5, "relegate": False}),
     ("predicted_sjf", {"chunk_size": 12, "ageing": 1e7}),
+    ("least_attained", {"chunk_size": 12, "quantum": 9}),
+    ("program_fcfs", {"chunk_size": 12}),
     ("vtc", {"chunk_size": 12, "weights": "x=0.3,y=3", "output_weight": 1.7}),
     ("weighted_fair", {"chunk_size": 12, "quantum": 20, "weights": "x=0.3,y=3"}),
 ]
@@ -54,7 +56,7 @@ def traces(draw):
     requests, now = [], 0
     for row, (gap, prompt, output, slack, priority, slo, tenant) in enumerate(rows):
         now += gap
-        more = {"priority": priority, "slo": slo, "tenant": tenant, "predicted_tokens": 7 * row % 31}
+        more = {"priority": priority, "slo": slo, "tenant": tenant, "program": tenant, "predicted_tokens": 7 * row % 31}
         requests.append((Request(row, now, prompt, output + slack, **more), output))
     return requests
 

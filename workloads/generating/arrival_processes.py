@@ -110,6 +110,7 @@ def retimed(trace: Trace, process: ArrivalProcess | str, seed: int = 0) -> Trace
         abort_ns=abort_ns,
         after_row=after_row,
         think_ns=think_ns,
+        joins=None,
         provenance={**trace.provenance, "arrivals": spelled(process), "arrivals_seed": seed},
     )
 

@@ -163,11 +163,15 @@ def with_history(trace: Trace) -> Trace:
     return replace(trace, prompt_tokens=prompt_tokens, prefix_hashes=None, hash_tokens=0, prompt_ids=None)
 
 
-def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None) -> Trace:
+def closed(
+    trace: Trace, elapsed_ns: NDArray[np.int64] | None = None, parents: NDArray[np.int64] | None = None
+) -> Trace:
     """A recorded trace with sessions, made closed-loop: a turn waits for the answer before it.
 
     The thinking time is the recorded gap less the recorded time to the answer's end (`elapsed_ns`, -1: not known);
     where that was not recorded it is the whole gap, which is more than the user thought.
+
+    parents: the row that called each, -1 for none, where that is known; by default a session's row before.
     """
     if trace.session is None:
         raise TraceError(
@@ -182,9 +186,9 @@ def closed(trace: Trace, elapsed_ns: NDArray[np.int64] | None = None) -> Trace:
     for row, name in enumerate(trace.session):
         if name is None:
             continue
-        before = last_row.get(name)
+        before = last_row.get(name) if parents is None else int(parents[row])
         last_row[name] = row
-        if before is None:
+        if before is None or before < 0:
             continue
         gap_ns = int(trace.arrival_ns[row] - trace.arrival_ns[before])
         if elapsed_ns is not None and elapsed_ns[before] > 0:

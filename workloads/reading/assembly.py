@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,24 @@ def _seconds(span_s: float) -> str:
     return f"{span_s:,.0f}" if span_s >= 100 else f"{span_s:.3g}"
 
 
+class Calls(NamedTuple):
+    """Of calls that name their parents: session and turn of each, and its parent's row (-1: none)."""
+
+    session: list[str | None]
+    turn: NDArray[np.int64]
+    parent_row: NDArray[np.int64]
+
+
+def _filled(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Times with each missing one as the last before it (0 where there is none)."""
+    known = ~np.isnan(times)
+    last = np.maximum.accumulate(np.where(known, np.arange(len(times)), -1))
+    filled: NDArray[np.float64] = np.where(
+        last >= 0, times[np.maximum(last, 0)], np.nanmin(times) if known.any() else 0
+    )
+    return filled
+
+
 class _Assembly:
     def __init__(
         self,
@@ -84,16 +102,22 @@ class _Assembly:
         self.places = places
         self.notes = list(notes)
         self.rows = np.arange(len(cells["prompt_tokens"]))  # row of the trace -> row of the cells
+        self.order = self.rows  # row of the trace -> its row before sorting
         self.unit = found["arrival"].unit if "arrival" in found and found["arrival"].unit else "s"
 
     def columns(self) -> dict[str, Any]:
         self._drop_failures()
-        arrival_ns = self._sorted(self._arrival_ns())
+        arrival_ns = self._arrival_ns()
+        delayed = self._delayed(arrival_ns)
+        arrival_ns = self._sorted(arrival_ns)
         output_tokens = self._whole("output_tokens")
         declared = self.cells.get("max_output_tokens")
         limit = output_tokens if declared is None else self._whole("max_output_tokens", output_tokens)
         hashes, hash_tokens = self._hashes()
-        after_row, think_ns = self._closed_loop()
+        after_row, think_ns, joins = self._closed_loop()
+        if delayed is not None:
+            after_row, think_ns = self._in_order(*delayed)
+        calls = self._calls()
         return {
             "arrival_ns": arrival_ns,
             "prompt_tokens": self._whole("prompt_tokens"),
@@ -101,8 +125,8 @@ class _Assembly:
             "max_output_tokens": limit,
             "prefix_hashes": hashes,
             "hash_tokens": hash_tokens,
-            "session": self._texts("session"),
-            "turn": self._optional("turn", 0),
+            "session": self._texts("session") if calls is None else calls.session,
+            "turn": self._optional("turn", 0) if calls is None else calls.turn,
             "priority": self._optional("priority", 0),
             "slo": self._texts("slo"),
             "acceptance": np.nan_to_num(self.cells["acceptance"][self.rows]) if "acceptance" in self.cells else None,
@@ -112,6 +136,8 @@ class _Assembly:
             "abort_ns": self._abort_ns(arrival_ns),
             "prompt_ids": self._prompt_ids(),
             "after_row": after_row,
+            "joins": joins,
+            "parent_row": None if calls is None else calls.parent_row,
             "think_ns": think_ns,
             "elapsed_ns": self._time_ns("elapsed") if "elapsed" in self.cells else None,
             "source_format": self.options.kind,
@@ -140,6 +166,7 @@ class _Assembly:
             )
         if failed.any():
             self.rows = np.flatnonzero(~failed)
+            self.order = np.arange(len(self.rows))
             count = f"{int(failed.sum())} of {len(failed)} requests"
             self.notes.append(f"{count} left out: they failed (0 response tokens).")
 
@@ -148,6 +175,8 @@ class _Assembly:
         if times is None:
             return np.zeros(len(self.rows), np.int64)
         times = times[self.rows]
+        if "delay" in self.cells and np.isnan(times).any():
+            times = _filled(times)
         if times.dtype == np.int64:
             since: NDArray[np.int64] = times - times.min()
             self._complain("arrival", since > MAX_SPAN_S * 1e9, "all dates within ten years of each other")
@@ -218,7 +247,7 @@ class _Assembly:
             where = tuple(self.places[self.rows[at]].tolist())
             raise out_of_order(self.options, self.found["arrival"], where, time, before)
         order = np.argsort(arrival_ns, kind="stable")
-        self.rows = self.rows[order]
+        self.rows, self.order = self.rows[order], order
         self.notes.append(f"Sorted by arrival: {int(back.sum())} rows came before the row above them.")
         return arrival_ns[order]
 
@@ -298,10 +327,66 @@ class _Assembly:
         self._complain("prompt_ids", wrong, "as many ids as the row has prompt tokens")
         return ids
 
-    def _closed_loop(self) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-        """A file's after_row counts its rows from 0; rows left out or moved are followed."""
+    def _delayed(self, arrival_ns: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Rows that come a delay after their session's last answer, as aiperf's traces have them: the row before and
+        the delay, -1 for others. Their arrivals become the earliest possible."""
+        if "delay" not in self.cells or "arrival" not in self.cells:
+            return None
+        values = self.cells["delay"][self.rows]
+        delay_ns = np.rint(np.nan_to_num(values, nan=-1.0) * NS_PER_UNIT[self.found["delay"].unit or "ms"])
+        self._complain("delay", delay_ns > MAX_SPAN_S * 1e9, "a time below ten years")
+        times = self.cells["arrival"][self.rows]
+        timeless = np.isnan(times) if times.dtype != np.int64 else np.zeros(len(times), bool)
+        after, waits = np.full(len(self.rows), -1, np.int64), np.full(len(self.rows), -1, np.int64)
+        names, last = self.cells["session"], dict[str, int]()
+        for at, row in enumerate(self.rows.tolist()):
+            name = names[row]
+            before = last.get(name, -1) if name is not None else -1
+            if before >= 0 and delay_ns[at] >= 0:
+                after[at], waits[at] = before, int(delay_ns[at])
+                arrival_ns[at] = arrival_ns[before] + waits[at]
+                timeless[at] = False
+            if name is not None:
+                last[name] = at
+        self._complain("arrival", timeless, "a time, or a delay and an earlier row of its session")
+        self.notes.append(f"{int((after >= 0).sum()):,} requests come a delay after their session's last answer.")
+        return after, waits
+
+    def _in_order(
+        self, after: NDArray[np.int64], waits: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The same once rows have been sorted by arrival."""
+        place = np.full(len(after) + 1, -1, np.int64)  # the last entry answers for -1
+        place[self.order] = np.arange(len(after))
+        return place[after[self.order]], waits[self.order]
+
+    def _calls(self) -> Calls | None:
+        """Calls that name their parents, as Bailian's traces have them: each chain or tree of calls is a session."""
+        if "parent" not in self.cells:
+            return None
+        calls, parents = self._texts("call") or [], self._texts("parent") or []
+        row_of: dict[str, int] = {}
+        session: list[str | None] = []
+        parent_row, turn = np.full(len(calls), -1, np.int64), np.zeros(len(calls), np.int64)
+        unknown = 0
+        for row, (call, parent) in enumerate(zip(calls, parents)):
+            before = row_of.get(parent, -1) if parent is not None else -1
+            unknown += before < 0 and parent not in (None, "-1", "0", call)
+            session.append(session[before] if before >= 0 else call)
+            if before >= 0:
+                parent_row[row], turn[row] = before, turn[before] + 1
+            if call is not None:
+                row_of[call] = row
+        if unknown:
+            self.notes.append(f"{unknown:,} calls name a parent that does not come before them: each begins a session.")
+        return Calls(session, turn, parent_row)
+
+    def _closed_loop(
+        self,
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None, list[tuple[int, ...]] | None]:
+        """A file's after_row and joins count its rows from 0; rows left out or moved are followed."""
         if "after_row" not in self.cells:
-            return None, None
+            return None, None, None
         after = self._whole("after_row", -1)
         file_rows = self.places[self.rows, 0] - 1
         self._complain("after_row", after >= file_rows, "an earlier row (counted from 0), or -1")
@@ -310,4 +395,23 @@ class _Assembly:
         after = new_row[after]
         self._complain("after_row", after >= np.arange(len(after)), "a row that arrives earlier")
         think = self._time_ns("think") if "think" in self.cells else np.zeros(len(after), np.int64)
-        return after, np.maximum(think, 0)
+        joins = self._joins(after, file_rows, new_row) if "joins" in self.cells else None
+        return after, np.maximum(think, 0), joins
+
+    def _joins(
+        self, after: NDArray[np.int64], file_rows: NDArray[np.int64], new_row: NDArray[np.int64]
+    ) -> list[tuple[int, ...]]:
+        wrong = np.zeros(len(after), bool)
+        joins: list[tuple[int, ...]] = []
+        for at, others in enumerate(self.cells["joins"].take(self.rows)):
+            wrong[at] = any(not 0 <= other < file_rows[at] for other in others)
+            kept = [] if wrong[at] else [int(new_row[other]) for other in others if new_row[other] >= 0]
+            wrong[at] |= any(other >= at for other in kept)
+            if after[at] < 0 and kept:
+                after[at] = kept.pop(0)
+            joins.append(tuple(other for other in dict.fromkeys(kept) if other != after[at]))
+        if wrong.any():
+            where = place(*self.places[self.rows[int(np.argmax(wrong))]].tolist())
+            column = self.found["joins"].column
+            raise TraceError(f"{self.options.path}, {where}, column {column!r}: expected earlier rows, counted from 0")
+        return joins

@@ -169,7 +169,8 @@ class Columns:
         if meaning in REQUIRED:
             return partial(parse.tokens, least=self._least[meaning])
         if meaning == "arrival":
-            return parse.date_ns if self._dated else partial(parse.time, unit=field.unit)
+            moment = parse.date_ns if self._dated else partial(parse.time, unit=field.unit)
+            return _or_nan(moment) if "delay" in self.found and not self._dated else moment
         if meaning in WHOLE_RANGES:
             low, high = WHOLE_RANGES[meaning]
             return _or_nan(partial(parse.whole, low=low, high=high))

@@ -37,7 +37,7 @@ class Part:
         self._found, self._options = found, options
         if "arrival" not in found:
             self._window_s = None
-        elif options.sort:
+        elif options.sort or "parent" in found:
             self._window_s = self._limit = None
 
     def rows_at_once(self, available: int) -> int:

@@ -16,6 +16,7 @@ from workloads.column_names import Field
 from workloads.generating import arrival_processes, predictions
 from workloads.generating import sessions as session_loops
 from workloads.reading import servegen
+from workloads.reading.agent_sessions import is_agent_sessions, read_agent_sessions
 from workloads.reading.assembly import Options, assemble
 from workloads.reading.chunk import Table
 from workloads.reading.client_results import TOOLS, client_tool, read_client_run
@@ -33,7 +34,18 @@ if TYPE_CHECKING:
 
 FORMATS = (
     *("auto", "csv", "jsonl", "parquet"),
-    *("azure", "vidur", "mooncake", "burstgpt", "vllm", "vllm_steps", "servegen", "lengths"),
+    *(
+        "azure",
+        "vidur",
+        "mooncake",
+        "bailian",
+        "agent_sessions",
+        "burstgpt",
+        "vllm",
+        "vllm_steps",
+        "servegen",
+        "lengths",
+    ),
     *TOOLS,
 )
 """What `trace_format` may be: a container, or a project's form of it; `lengths` has no arrival times."""
@@ -102,24 +114,33 @@ def read_trace(
         raise TraceError(f"hash_tokens: found {hash_tokens}, expected 1 to 1,000,000")
     _check_choice("coupling", coupling, ("shared", "independent"))
     process = arrival_processes.parse(arrivals) if arrivals is not None else None
+    elapsed_ns = parents = None
+    agents = trace_format == "agent_sessions" or (trace_format == "auto" and is_agent_sessions(path))
+    if agents:
+        trace = read_agent_sessions(path, closed=sessions == "closed", process=process, seed=seed)
+        process, sessions = None, "open"
     if sessions == "closed" and process is not None:
         raise TraceError("sessions: found closed sessions and an arrival process, expected one of the two")
-    if trace_format in TOOLS or (trace_format == "auto" and client_tool(path)):
+    if agents:
+        pass
+    elif trace_format in TOOLS or (trace_format == "auto" and client_tool(path)):
         if trace_format not in ("auto", client_tool(path)):
             raise TraceError(f"{path}: found no result of {trace_format}; leave the format on auto")
-        trace, elapsed_ns = read_client_run(path).trace(timeless=process is not None), None
+        trace = read_client_run(path).trace(timeless=process is not None)
     elif trace_format == "servegen" or (trace_format == "auto" and servegen.is_servegen(path)):
         early = window_s if process is None else None
         trace = servegen.read_servegen(
             path, seed=seed, coupling=coupling, window_s=early, limit=limit if early or window_s is None else None
         )
-        elapsed_ns, window_s = None, None if early else window_s
+        window_s = None if early else window_s
     else:
         # What moves rows afterwards has to see all of them.
         whole = process is not None or spread_ties or sessions == "closed" or on_unsorted == "sort" or predict
         part = Part() if whole else Part(window_s, limit)
         options = Options(os.fspath(path), on_bad_row == "skip", on_unsorted == "sort", hash_tokens)
-        trace, elapsed_ns = _read_file(path, trace_format, options, part, process is not None, time_unit, max_bytes)
+        trace, elapsed_ns, parents = _read_file(
+            path, trace_format, options, part, process is not None, time_unit, max_bytes
+        )
     if process is not None:
         trace = arrival_processes.retimed(trace, process, seed)
     if spread_ties:
@@ -127,7 +148,7 @@ def read_trace(
     if history == "add":
         trace = session_loops.with_history(trace)
     if sessions == "closed":
-        trace = session_loops.closed(trace, elapsed_ns)
+        trace = session_loops.closed(trace, elapsed_ns, parents)
     trace = replace(trace, history="none" if history == "none" else "in_prompt")
     if predict is not None:
         trace = predictions.with_predictions(trace, predict, seed)
@@ -146,8 +167,8 @@ def _read_file(
     has_process: bool,
     time_unit: str | None,
     max_bytes: int,
-) -> tuple[Trace, NDArray[np.int64] | None]:
-    """One file as a trace, and how long its answers took where it tells."""
+) -> tuple[Trace, NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """One file as a trace, how long its answers took and which row called each, where it tells."""
     source = open_source(path)
     refuse_settings(source)
     table = _table(source, trace_format)
@@ -157,7 +178,9 @@ def _read_file(
         found.pop("arrival", None)
     if time_unit is not None and "arrival" in found:
         found["arrival"] = replace(found["arrival"], unit=time_unit)
-    options = replace(options, path=source.path, kind=kind, sort=options.sort or kind.startswith("vllm"))
+    options = replace(
+        options, path=source.path, kind=kind, sort=options.sort or kind.startswith("vllm") or "delay" in found
+    )
     _require(table, found, has_process)
     unused = fields.unused(table.names, found, kind)
     columns = _columns(table, found, options, part, max_bytes)
@@ -170,8 +193,8 @@ def _read_file(
         )
     columns["name"] = Path(source.path).name.removesuffix(".gz").rsplit(".", 1)[0] or source.path
     columns["provenance"] = {"path": os.fspath(path), "format": kind, "sha256": source.sha256()}
-    elapsed_ns = columns.pop("elapsed_ns")
-    return Trace(**columns), elapsed_ns
+    elapsed_ns, parent_row = columns.pop("elapsed_ns"), columns.pop("parent_row")
+    return Trace(**columns), elapsed_ns, parent_row
 
 
 def _columns(table: Table, found: dict[str, Field], options: Options, part: Part, max_bytes: int) -> dict[str, Any]:

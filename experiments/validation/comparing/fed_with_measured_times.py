@@ -180,7 +180,8 @@ def _as_planned(live: RunTables, trace: Trace, planned: Column, end: Column, pla
     inside = np.minimum(seen, len(planned) - 1)
     last_end = np.where(inside > 0, end[np.maximum(inside - 1, 0)], -1)
     moved = np.where((seen < len(planned)) & (arrival > last_end), plans[inside], arrival)
-    open_loop = replace(trace, arrival_ns=np.maximum.accumulate(moved), after_row=None, think_ns=None, abort_ns=None)
+    closed = dict.fromkeys(("after_row", "think_ns", "joins", "abort_ns"))
+    open_loop = replace(trace, arrival_ns=np.maximum.accumulate(moved), **closed)
     return open_loop
 
 
