@@ -298,7 +298,7 @@ class _Parts:
                 operator = self.elementwise("qk_norm" if own else "norm", q + kv, 2 * (q + kv))
                 self._add(parts, "qk_norm" + mark, operator, share)
             if spec.qk_norm_whole and tp > 1:
-                # Each device has some of the heads that a norm goes over: their squares are added up, two numbers a row.
+                # Each device has some of the heads that a norm goes over: two sums of squares a row.
                 self._add(parts, "norm_all_reduce" + mark, self.all_reduce(2 * SUM_BYTES), share)
         if dense:
             for gemm in spec.ffn_gemms(tp):
