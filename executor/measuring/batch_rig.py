@@ -206,16 +206,24 @@ class BatchRig(LiveEngine):
         finally:
             self.runner.graphs = graphs
 
-    def measure(self, point: Point, before_step: Callable[[], Any] | None = None, *, followers: int = 0) -> Timing:
+    def measure(
+        self,
+        point: Point,
+        before_step: Callable[[], Any] | None = None,
+        *,
+        followers: int = 0,
+        vary_experts: bool = False,
+    ) -> Timing:
         """Set the point's requests up, lead them in, and run the step it asks for (`before_step` right before it).
 
-        followers: after a step with chunks, also time so many decodes of whoever can decode then.
+        followers: after a step with chunks, also time so many decodes of whoever can decode then. vary_experts: draw
+        prompts as NARROW says, so that batches of one shape touch more experts and fewer.
         """
         shape = clipped(point.shape, self.fits)
         if shape is None:
             raise ExecutorError(f"a planned batch of {point.shape.rows} rows does not fit into {self.blocks} KV blocks")
         point = Point(shape, point.why)
-        self._choose_words()
+        self._choose_words(vary_experts)
         most = self.scheduler.max_model_len - WARM_STEPS - FOLLOWERS - 3
         contexts = [min(context, most) for context in point.contexts]
         warm = max(1, min([WARM_STEPS, *(context - 1 for context in contexts)]))  # a context starts with a token
@@ -244,11 +252,11 @@ class BatchRig(LiveEngine):
                 self.recorder.cohort_times(0, cohort.number, cohort.times)
             self._idle = True
 
-    def _choose_words(self) -> None:
-        """Prompts of a model with experts are drawn from few different tokens every other time: batches of one shape
-        then touch more experts and fewer, and what one more costs can be told from what one more row costs."""
+    def _choose_words(self, vary: bool) -> None:
+        """With experts, prompts of few different tokens every other time: what one more touched expert costs can then
+        be told from what one more row costs."""
         vocab = self.loaded.spec.vocab
-        few = NARROW[self._measured % len(NARROW)] if self.loaded.spec.experts else 0
+        few = NARROW[self._measured % len(NARROW)] if vary and self.loaded.spec.experts else 0
         self._words = self._rng.integers(0, vocab, few) if few else np.arange(vocab)
         self._measured += 1
 

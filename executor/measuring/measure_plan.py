@@ -186,12 +186,12 @@ def pays_first(loaded: Loaded) -> bool:
 
 def _until_stable(rig: BatchRig, point: Point, budget_s: float, *, first: bool) -> list[Timing]:
     """The point's runs; only the last counts. One run, unless it may have paid for something that later ones do not."""
-    timings = [rig.measure(point, followers=FOLLOWERS)]
+    timings = [rig.measure(point, followers=FOLLOWERS, vary_experts=True)]
     too_long = timings[0].wall_ns > ONCE_ABOVE * budget_s * 1e9
     if not first or not (too_long or pays_first(rig.loaded)):
         return timings
     while len(timings) <= REHEARSALS:
-        timings.append(rig.measure(point, followers=FOLLOWERS))
+        timings.append(rig.measure(point, followers=FOLLOWERS, vary_experts=True))
         if timings[-2].device_ns <= FAR_OFF * timings[-1].device_ns:
             break
     return timings

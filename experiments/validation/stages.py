@@ -245,7 +245,7 @@ class Validation:
             [],
             {},
             {},
-            Iterations(*(np.zeros(0) for _ in range(6))),
+            Iterations.none(),
             0,
             {},
         )

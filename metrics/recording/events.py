@@ -169,13 +169,15 @@ class Leaps(NamedTuple):
 
     rows: of `pack_leap`. ends, taken: of all leaps' iterations, one leap after the other: when each ended, and the
     blocks that the plan of the next one took. inside: (position of its first iteration there, one flag each) of leaps
-    whose iterations are not all alike in this.
+    whose iterations are not all alike in this. times: (position of its first iteration there; when each was planned,
+    when it started, its device time) of leaps whose iterations are planned ahead.
     """
 
     rows: list[bytes]
     ends: list[Ns]
     taken: list[int]
     inside: list[tuple[int, Sequence[bool]]]
+    times: list[tuple[int, Sequence[Ns], Sequence[Ns], Sequence[Ns]]]
 
     def clear(self) -> None:
         for held in self:

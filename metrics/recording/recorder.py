@@ -80,6 +80,7 @@ class Recorder:
         self._leap_ends: list[Ns] = []
         self._leap_taken: list[int] = []
         self._leap_inside: list[tuple[int, Sequence[bool]]] = []
+        self._leap_times: list[tuple[int, Sequence[Ns], Sequence[Ns], Sequence[Ns]]] = []
         self._leapt = 0
         self._cohorts: list[tuple[int, int, NDArray[np.int64]]] = []
         self._token_rows = 0
@@ -209,13 +210,15 @@ class Recorder:
         host_before_ns: Ns,
         host_after_ns: Ns,
         inside: Sequence[bool] | bool,
+        times_ns: tuple[Sequence[Ns], Sequence[Ns], Sequence[Ns]] | None = None,
     ) -> None:
         """len(ends_ns) equal decode-only iterations of one cohort on one stage; the same rows as so many `iteration`s.
 
         shape: the first of them; every decode's context is one longer in each that follows. Each is planned when the
         one before it ends, the first at planned_ns; whatever is not host time is device time, so the ends say it all.
         free_blocks: after the plan of the first; taken: what each plan that follows took, that of the iteration after
-        the leap included. inside: one for all, or one each.
+        the leap included. inside: one for all, or one each. times_ns: when each was planned, when it started and its
+        device time, where they are planned ahead and none of this follows from the ends.
         """
         chunks, decodes, context_total, context_max, dummy_tokens, sampled, executed_rows, _, _, _ = shape
         if chunks:
@@ -226,6 +229,8 @@ class Recorder:
         else:
             alike = False
             self._leap_inside.append((self._leapt, inside))
+        if times_ns is not None:
+            self._leap_times.append((self._leapt, *times_ns))
         self._leap_rows.append(
             _pack_leap(
                 self._rows + self._leapt + len(self.straight),
@@ -355,7 +360,7 @@ class Recorder:
         if not self._rows and not self._leapt and not self.straight:
             return
         straight = Straight(self.straight, self._stretches)
-        leaps = Leaps(self._leap_rows, self._leap_ends, self._leap_taken, self._leap_inside)
+        leaps = Leaps(self._leap_rows, self._leap_ends, self._leap_taken, self._leap_inside, self._leap_times)
         iterations, stages = iteration_tables(self._plain, straight, leaps, self._engines())
         self._plain.clear()
         straight.clear()

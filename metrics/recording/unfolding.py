@@ -101,6 +101,9 @@ class Unfolded:
             planned[kind["first_rows"] if "first_rows" in kind else kind["at"]] = kind["planned_s"]
         starts = planned + self.per_row(self.each("host_before_s"))
         device = ends - self.per_row(self.each("host_after_s")) - starts
+        for first, *times in leaps.times:
+            own = rows[first : first + len(times[0])]
+            planned[own], starts[own], device[own] = times
         if self._plain:
             at = self._plain["at"]
             starts[at], device[at] = self._plain["start_s"], self._plain["device_s"]

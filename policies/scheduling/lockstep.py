@@ -64,6 +64,7 @@ class Lockstep:
     served: dict[object, list[int]]
     # Requests that are done and end with the last of their batch, by id, and the micro-batch that they were in.
     withheld: dict[int, tuple[Track, Cohort | None]]
+    _left_out: list[Speculator]
     _cohorts: int
     _batches: int
     _only_now: bool
@@ -141,6 +142,52 @@ class Lockstep:
         batch.grown = [part]
         batch.shape = _new(_BatchShape, ((), size, total, longest, batch.shape[4], size, 0, 0, 0, 0))
         self.queues.decode_tokens_promised -= steps * size
+        return taken
+
+    def quiet_steps_ahead(self, older: Batch, newer: Batch) -> int:
+        """Where planning runs one batch ahead: how many of the next completions will be followed by the same decodes,
+        one token longer, if nobody arrives or is withdrawn. older, newer: the two batches in flight.
+
+        The policy would see what it saw when it planned `newer`, with contexts grown and blocks taken.
+        """
+        queues = self.queues
+        if newer.repeats_at != queues.changes or len(queues.parts) != 1 or queues.in_flight_batches != 2:
+            return 0
+        cohort = queues.parts[0]
+        if not isinstance(cohort, Cohort) or cohort.speculates or cohort.in_flight != 2 or not self.promises.decodes:
+            return 0
+        if cohort.lost or cohort.closing or self.withheld or self.alarm_ns is not None or self._only_now:
+            return 0
+        if self.stateful is not None or self.admission is not None or self.swap is not None or self.ledger.by_id:
+            return 0
+        for batch in (older, newer):
+            grown = batch.grown
+            if batch.chunks or batch.preempted or len(grown) != 1:
+                return 0
+            if grown[0][0] is not cohort or grown[0][2] != cohort.size:
+                return 0
+        steps = cohort.steps_to_next_end()
+        return cohort.steps_within(self.ledger.free_blocks, steps) if steps > 0 else 0
+
+    def leap_ahead(self, older: Batch, newer: Batch, ends_ns: Sequence[Ns]) -> list[int]:
+        """The next len(ends_ns) completions, at least two, each with the plan that follows it, at once: at most
+        `quiet_steps_ahead`. The two batches become those in flight afterwards. Returns the blocks that each plan took.
+        """
+        steps = len(ends_ns)
+        cohort, step, size, total, longest = newer.grown[0]
+        taken = cohort.plan_steps(steps, self.ledger)
+        cohort.times.extend(ends_ns)
+        self._batches += steps
+        self.queues.decode_tokens_promised -= steps * size
+        number = newer.number
+        for batch, further in ((older, steps - 1), (newer, steps)):
+            part = _new(_Decodes, (cohort, step + further, size, total + further * size, longest + further))
+            batch.number = number + further
+            batch.planned_ns = ends_ns[further - 1]
+            batch.parts = [part]
+            batch.grown = [part]
+            batch.shape = _new(_BatchShape, ((), size, part[3], part[4], newer.shape[4], size, 0, 0, 0, 0))
+            batch.repeats_at = self.queues.changes
         return taken
 
     def plan_again(self, batch: Batch, now_ns: Ns) -> bool:
@@ -340,13 +387,18 @@ class Lockstep:
         Whoever was preempted or withdrawn while the batch was in flight gets nothing.
         """
         finished = []
-        for cohort, track, _, _, placeholders in batch.verified:
+        for cohort, track, width, _, placeholders in batch.verified:
             if track.cohort is not cohort:
                 batch.delivered.append((0, 0))
                 continue
             request_id = track.request.id
             before = len(cohort.times)
-            delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
+            accepted = 0 if placeholders else batch.accepted.get(request_id, 0)
+            delivered = cohort.receive(accepted, now_ns)
+            if not placeholders:
+                track.drafts_accepted += accepted
+                if accepted < width - 1:
+                    track.rejections += 1
             batch.delivered.append((before, delivered))
             if not self.chase_decodes:
                 track.drafts = batch.proposed.get(request_id, 0)
@@ -449,12 +501,26 @@ class Lockstep:
                     cohort.track.closing = True
                     self.queues.parts.remove(cohort)
                     self.queues.parts_changed()
+                elif cohort.context_total >= self.max_model_len - 1:
+                    # If all in flight is accepted it has come to the longest sequence: this plan leaves it out.
+                    self.queues.parts.remove(cohort)
+                    self.queues.parts_changed()
+                    self._left_out.append(cohort)
                 continue
             for track in cohort.exhausted():
                 cohort.leave(track, deliver=True)
                 track.closing = True
                 cohort.closing.setdefault(cohort.planned, []).append(track)
         self._drop_empty_parts()
+
+    def _take_back_in(self) -> None:
+        """Those that the plan just made was not to see are running as before."""
+        parts = self.queues.parts
+        parts += self._left_out
+        self._left_out = []
+        # Nothing but tracks and decodes of one: all of them have one place in the order of admission.
+        parts.sort(key=_place)
+        self.queues.parts_changed()
 
     def _reopen(self, track: Track) -> None:
         """A member set aside for its last token will not receive it after all."""
@@ -475,3 +541,7 @@ class Lockstep:
         self.retired += [part for part in parts if isinstance(part, Cohort) and not part.size]
         parts[:] = kept
         self.queues.parts_changed()
+
+
+def _place(part: Cohort | Track) -> int:
+    return part.order if isinstance(part, Track) else part.last_admitted.order

@@ -37,6 +37,7 @@ OPERATORS = (
     *LAYER_GEMMS,
     *ROW_OPERATORS,
     "gemm",
+    "experts",
     "attention",
     "embedding",
     "final_norm",
@@ -50,7 +51,8 @@ OPERATORS = (
 """Names of the `operator` column.
 
 `iteration` is a whole forward pass, `after_chunks` a decode some steps after one with chunks (the row has the shape of
-the latter); `gemm` is a linear layer of no particular model.
+the latter); `gemm` is a linear layer of no particular model; `experts` the whole FFN of a layer with experts, its
+router included.
 """
 
 TEXT_COLUMNS = ("device", "model", "dtype", "backend", "operator", "chunks")

@@ -6,15 +6,15 @@ A completion has to be waited for only where something else happens before it (s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from metrics import Recorder
 from metrics.recording.events import pack_straight
 from policies import Batch, Ns, Scheduler, Track
 from policies.edges.compiling import mypyc_attr
 from simulator.clock.virtual_time import COMPLETION, FAR, Moment, Nanoseconds, VirtualTime
-from simulator.replica.fast_costs import IterationTimes, refuse
-from simulator.replica.leap_ends import LEAST_LEAP, Leap, ends_until
+from simulator.replica.fast_costs import IterationTimes, later, refuse
+from simulator.replica.leap_ends import LEAST_AHEAD, LEAST_LEAP, Leap, ends_ahead, ends_until
 from simulator.replica.leaping import LeapingReplica
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ class Replica(LeapingReplica):
             self._straight = False
         # Micro-batches that would be planned again are, without asking the policy.
         self._repeats = leaps and cost.stages > 1
+        # One batch planned ahead of the running one: equal iterations are crossed as well (_leap_ahead).
+        self._leaps_ahead = (
+            leaps
+            and cost.stages == 1
+            and scheduler.depth == 2
+            and scheduler.chase_decodes
+            and self._checks is None
+            and type(self)._launch is Replica._launch
+        )
         self._running_ahead = False
         # What every iteration takes at least, where they follow each other one by one.
         self._least_ns: Ns = self._costs.least_ns if self._straight else 0
@@ -99,11 +108,88 @@ class Replica(LeapingReplica):
                 self._plan()
             if not flights or self._completion is not None:
                 return
+            if self._leaps_ahead and len(flights) == 2 and not flights[1][0].chunks:
+                self._leap_ahead(ahead)
             end = flights[0][2]
             if not (ahead.moved_to(end) or self._passed(ahead, end)):
                 return
             ahead.take_turn(self.number)
             self._complete()
+
+    def _leap_ahead(self, ahead: VirtualTime) -> None:
+        """Complete and plan equal iterations at once, as many as end before anything else happens; two are in flight
+        before and after."""
+        flights, scheduler = self._flights, self.scheduler
+        older, first_start, first_end, before, after, first_device, _, running, waits, free_blocks = flights[0]
+        newer, second_start, second_end, before_too, after_too, second_device, _, running_too, waits_too, free = (
+            flights[1]
+        )
+        horizon = ahead.next_ns()
+        if second_end >= horizon or self._owed:
+            return
+        if (before, after, running, waits) != (before_too, after_too, running_too, waits_too):
+            return
+        steps = scheduler.quiet_steps_ahead(older, newer)
+        if steps < LEAST_AHEAD:
+            return
+        shape = newer.shape
+        following = later(shape, 1)
+        if (before, after) != self._host_ns(following):
+            return
+        times = ends_ahead(
+            self._costs,
+            following,
+            steps,
+            first_end,
+            second_end,
+            before,
+            after,
+            second_device,
+            self._host_free_ns,
+            self._free_ns[0],
+            horizon,
+        )
+        if times is None:
+            return
+        starts, devices, ends, ready = times
+        done = len(ends)
+        number, first_planned, second_planned = older.number, older.planned_ns, newer.planned_ns
+        first_shape, (cohort, step, _, _, _) = older.shape, older.grown[0]
+        completed = [first_end, second_end, *ends[:-2]]
+        taken = scheduler.leap_ahead(older, newer, completed)
+        inside: Any = self._inside(first_shape)
+        if inside != self._inside(older.shape):
+            inside = self._inside_each(first_shape, done)
+        self.recorder.leap(
+            self.number,
+            number,
+            first_shape,
+            first_planned,
+            completed,
+            cohort.number,
+            step,
+            running,
+            waits,
+            free_blocks,
+            [free_blocks - free, *taken[:-1]],
+            before,
+            after,
+            inside,
+            (
+                [first_planned, second_planned, *completed[:-2]],
+                [first_start, second_start, *starts[:-2]],
+                [first_device, second_device, *devices[:-2]],
+            ),
+        )
+        self._host_free_ns = ready
+        self._free_ns[0] = starts[-1] + devices[-1]
+        self._last_end_ns = ends[-1]
+        free = scheduler.ledger.free_blocks
+        flights.clear()
+        for batch, at, left in ((older, -2, free + taken[-1]), (newer, -1, free)):
+            flights.append((batch, starts[at], ends[at], before, after, devices[at], [], running, waits, left))
+        ahead.moved_to(completed[-1])
+        ahead.take_turn(self.number)
 
     def _passed(self, ahead: VirtualTime, end_ns: Ns) -> bool:
         """Whether everything before the completion of the oldest flight has happened now; else it is scheduled."""

@@ -19,6 +19,7 @@ from executor.model.loading import Loaded
 from executor.serving.replay import load_for
 from policies import BatchShape
 from profiler.iterations.fit_iterations import fit_iterations
+from profiler.iterations.iteration_model import IterationModel
 from profiler.measurements.plan import MeasurementPlan, Point, make_plan
 from profiler.measurements.profile import read_profile
 from profiler.measurements.region import Region
@@ -84,6 +85,29 @@ def test_a_plan_becomes_a_profile_that_can_be_fitted(loaded: Loaded, tmp_path: P
     fit = fit_iterations(profile)
     assert fit.model == "nano"
     assert sum(fit.prices) + sum(fit.row_prices) > 0
+
+
+def test_a_profile_of_experts_holds_batches_that_touch_more_and_fewer_of_them(tmp_path: Path) -> None:
+    with load_for(LiveConfig(model="nano-moe"), 600) as loaded:
+        profile = measure_plan(loaded, small_plan(budget_s=2.0), tmp_path / "p.parquet")
+        read = read_profile(tmp_path / "p.parquet")
+        cost = IterationModel(fit_iterations(read, resamples=2))
+        counted = loaded.model.routing.read()
+    assert read.provenance["routing"] == profile.provenance["routing"]
+    rows, counts = read.provenance["routing"]["rows"], read.provenance["routing"]["counts"]
+    assert [sum(layer) for layer in counts] == [4 * seen for seen in rows]  # top 4
+    assert rows[0] == rows[1] == rows[2] > rows[3]  # sampled rows alone reach the last layer
+    iterations = read.rows_of("iteration")
+    # Four layers; the last one touches none where nothing is sampled.
+    assert ((iterations["experts"] >= 3 * 4) & (iterations["experts"] <= 4 * 32)).all()
+    several = iterations.groupby(["chunks", "decodes", "decode_context_total"])["experts"]
+    assert (several.max() > 1.2 * several.min())[several.count() > 1].any()
+    assert "experts" in set(read.table["operator"])
+    assert "ffn_up" not in set(read.table["operator"])
+    (one, many) = cost.activated_experts([BatchShape((), 1, 50, 50, 0, 1), BatchShape(((64, 0),), 0, 0, 0, 0, 1)])
+    assert one == pytest.approx(4, rel=0.01)
+    assert 10 < many <= 32
+    assert counted.shape == (4, 32)
 
 
 @pytest.mark.parametrize("adapt", [None, unsure_by_fit])

@@ -24,6 +24,7 @@ from experiments.validation.comparing.statistics import (
     WITHIN_AIM,
     WITHIN_SPREAD,
     Comparison,
+    Iterations,
     compare,
     pooled_error,
     rank,
@@ -282,3 +283,17 @@ def test_a_spread_that_holds_any_prediction_is_no_success() -> None:
     assert aims_in_short(wild).startswith(counted + " But the repeats differ by 120% in the middle of these statistics")
     assert "But" not in aims_in_short([row("a", 1.01, (0.4, 1.0, 1.6))])  # within the aim itself
     assert aims_in_short([]).startswith("Aims: 0 of 0")
+
+
+def test_expected_experts_are_held_against_counted_ones_where_both_are_known() -> None:
+    some = np.array([1.0, 2.0, 4.0, 1.0])
+    counted, expected = np.array([8.0, 10.0, math.nan, 6.0]), np.array([9.0, 10.0, 12.0, 5.0])
+    tokens, none = np.array([100, 0, 0, 0]), np.zeros(4, np.int64)
+    found = Iterations(some, some, some, tokens, none, some > 0, expected, counted)
+    everything = found.groups()[-1]
+    assert everything["experts_counted"] == pytest.approx(8.0)
+    assert everything["experts_expected"] == pytest.approx(8.0)
+    assert everything["experts_median_error"] == pytest.approx(1 / 8)
+    dense = replace(found, counted_experts=np.full(4, math.nan))
+    assert "experts_counted" not in dense.groups()[-1]
+    assert Iterations.joined([found, found]).groups()[-1]["iterations"] == 8

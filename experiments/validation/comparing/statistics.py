@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,9 @@ AIMS = {
 """Largest relative error aimed at; TTFT's mean only up to TTFT_UP_TO of the capacity."""
 TTFT_UP_TO = 0.6
 
-WITHIN_AIM, WITHIN_SPREAD, OUTSIDE = "within aim", "within spread", "outside"
+WITHIN_AIM, WITHIN_SPREAD, TOO_NOISY, OUTSIDE = "within aim", "within spread", "too noisy to tell", "outside"
+NOISY = 0.25
+"""A spread of live repeats beyond which an error within it is no agreement: such repeats would hide any effect."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,33 @@ class Comparison:
             return ""
         if abs(error) <= self.aim:
             return WITHIN_AIM
-        return WITHIN_SPREAD if abs(error) <= self.spread else OUTSIDE
+        if abs(error) > self.spread:
+            return OUTSIDE
+        return WITHIN_SPREAD if self.spread <= NOISY else TOO_NOISY
 
     def as_dict(self) -> dict[str, Any]:
         derived = {"error": self.error, "spread": self.spread, "verdict": self.verdict}
         return {**asdict(self), **derived, "rescaled_error": self.rescaled_error}
+
+
+def verdict_of(comparisons: Sequence[Comparison]) -> str:
+    """How many of the statistics that are aimed at agree, in one sentence, and the largest error that does not."""
+    aimed = [row for row in comparisons if row.verdict]
+    if not aimed:
+        return ""
+    count = {
+        name: sum(row.verdict == name for row in aimed) for name in (WITHIN_AIM, WITHIN_SPREAD, TOO_NOISY, OUTSIDE)
+    }
+    told = f"{count[WITHIN_AIM]} of {len(aimed)} statistics are predicted within their aim"
+    if count[WITHIN_SPREAD]:
+        told += f", {count[WITHIN_SPREAD]} more within the spread of the live repeats"
+    if count[TOO_NOISY]:
+        told += f"; {count[TOO_NOISY]} cannot be told, since the live repeats differ by more than {NOISY:.0%}"
+    missed = [row for row in aimed if row.verdict == OUTSIDE]
+    if missed:
+        worst = max(missed, key=lambda row: abs(row.error))
+        told += f"; {len(missed)} miss, the most {worst.statistic} of {worst.policy} ({worst.error:+.0%})"
+    return f"{told}."
 
 
 def aim_of(statistic: str, load: float) -> float | None:
@@ -240,7 +264,10 @@ def rank(
 
 @dataclass(frozen=True)
 class Iterations:
-    """Predicted and measured whole times of live iterations, seconds, and what they were made of."""
+    """Predicted and measured whole times of live iterations, seconds, and what they were made of.
+
+    expected_experts, counted_experts: touched ones, the mean over layers with experts; NaN for a dense model.
+    """
 
     predicted_s: Array
     measured_s: Array
@@ -248,6 +275,12 @@ class Iterations:
     prefill_tokens: NDArray[np.int64]
     decodes: NDArray[np.int64]
     inside: NDArray[np.bool_]
+    expected_experts: Array
+    counted_experts: Array
+
+    @classmethod
+    def none(cls) -> Iterations:
+        return cls(*(np.zeros(0) for _ in fields(cls)))
 
     @classmethod
     def of(cls, run: RunTables, cost: CostModel) -> Iterations:
@@ -266,12 +299,25 @@ class Iterations:
             run.column("iterations", "chunk_tokens"),
             run.column("iterations", "decodes"),
             np.array([cost.inside(shape) for shape in shapes], bool),
+            expect(shapes) if (expect := getattr(cost, "activated_experts", None)) else np.full(len(shapes), np.nan),
+            run.column("iterations", "activated_experts"),
         )
 
     @classmethod
     def joined(cls, parts: Sequence[Iterations]) -> Iterations:
-        names = ("predicted_s", "measured_s", "cpu_s", "prefill_tokens", "decodes", "inside")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
+
+    def experts_of(self, rows: NDArray[np.bool_]) -> dict[str, float]:
+        """Touched experts of some iterations, mean expected and mean counted; nothing where either is not known."""
+        both = rows & ~np.isnan(self.expected_experts) & ~np.isnan(self.counted_experts)
+        if not both.any():
+            return {}
+        expected, counted = self.expected_experts[both], self.counted_experts[both]
+        return {
+            "experts_expected": float(expected.mean()),
+            "experts_counted": float(counted.mean()),
+            "experts_median_error": float(np.median(np.abs(expected / np.maximum(counted, 1e-9) - 1))),
+        }
 
     @property
     def slowness(self) -> float:
@@ -306,6 +352,7 @@ class Iterations:
                     "bias_of_sum": float(self.predicted_s[rows].sum() / self.measured_s[rows].sum() - 1),
                     "bias_of_median": float(np.median(ratio) - 1),
                     "inside": float(self.inside[rows].mean()),
+                    **self.experts_of(rows),
                 }
             )
         return found

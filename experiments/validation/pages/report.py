@@ -21,13 +21,14 @@ from experiments.validation.comparing.statistics import (
     Comparison,
     pooled_error,
     rank,
+    verdict_of,
 )
 from metrics.drawing.text_tables import format_value
 
 if TYPE_CHECKING:
     from experiments.validation.comparing.result import Result
 
-MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "good"}
+MARKS = {WITHIN_AIM: "good", OUTSIDE: "bad", "100.0 %": "good"}
 
 
 def write_report(result: Result, folder: Path, name: str = "report") -> list[Path]:
@@ -55,6 +56,7 @@ def blocks(result: Result) -> list[Block]:
             "repeats of each. Predictions come from the profile alone and were made before the live runs. Errors are "
             "predicted over live, minus 1."
         ),
+        Text(verdict_of(result.comparisons)),
         Heading("In short"),
         Bullets(in_short(result)),
         Heading("Statistics"),
@@ -197,6 +199,7 @@ def in_short(result: Result) -> list[str]:
             + (f", {ranked_as_told(result)} at the speed told beside each live run." if any(probed) else ".")
         )
     found += bubbles_in_short(result.bubbles)
+    found += experts_in_short(result)
     ends = ", ".join(f"{count} {status}" for status, count in sorted(result.ends.items()))
     found.append(f"Requests over all live runs: {ends}; lost: {result.lost}.")
     if result.probes:
@@ -215,6 +218,18 @@ def in_short(result: Result) -> list[str]:
         if taken < 0.97 and result.settings.engine.threads == 1:
             found.append(f"Other processes took the processor: its share of wall time fell to {taken:.0%} in a probe.")
     return found
+
+
+def experts_in_short(result: Result) -> list[str]:
+    """How many experts batches were expected to touch, and how many they did; nothing for a dense model."""
+    experts = result.iterations.experts_of(np.ones(len(result.iterations.measured_s), bool))
+    if not experts:
+        return []
+    expected, counted = experts["experts_expected"], experts["experts_counted"]
+    return [
+        f"Experts: a batch was expected to touch {expected:.2f} of a layer and touched {counted:.2f} "
+        f"({expected / counted - 1:+.1%}; {experts['experts_median_error']:.1%} in the middle of single iterations)."
+    ]
 
 
 def _told_by(result: Result) -> str:
@@ -359,6 +374,8 @@ def ranking_table(result: Result) -> Table:
 
 
 def residual_table(result: Result) -> Table:
+    groups = result.iterations.groups()
+    with_experts = any("experts_counted" in group for group in groups)
     lines = [
         (
             group["kind"],
@@ -369,8 +386,9 @@ def residual_table(result: Result) -> Table:
             f"{group['bias_of_median']:+.1%}",
             f"{group['bias_of_sum']:+.1%}",
             f"{group['inside']:.0%}",
+            *([_experts_of(group)] if with_experts else []),
         )
-        for group in result.iterations.groups()
+        for group in groups
     ]
     return Table(
         (
@@ -382,9 +400,16 @@ def residual_table(result: Result) -> Table:
             "median bias",
             "bias of sum",
             "inside region",
+            *(["experts touched: expected, counted"] if with_experts else []),
         ),
         lines,
     )
+
+
+def _experts_of(group: Mapping[str, Any]) -> str:
+    if "experts_counted" not in group:
+        return ""
+    return f"{group['experts_expected']:.1f}, {group['experts_counted']:.1f}"
 
 
 def profile_table(result: Result) -> Table:
@@ -404,9 +429,18 @@ def profile_table(result: Result) -> Table:
         ),
         ("measurements flagged as disturbed", _share(fit.noise, "outlier_share")),
         ("mean time lost to disturbances", f"{fit.disturbance:.1%}"),
+        *(
+            [("a touched expert of one layer costs", f"{fit.experts.price_ns / 1e3:.2f} µs")]
+            if _has_experts(fit)
+            else []
+        ),
         ("wandering of the speed while profiling (standard deviation)", f"{fit.drift:.1%}"),
     ]
     return Table(("profile", "value"), rows)
+
+
+def _has_experts(fit: Any) -> bool:
+    return getattr(fit, "experts", None) is not None
 
 
 def drift_table(result: Result) -> Table:
