@@ -113,8 +113,9 @@ def advise(
     base = config or ReplayConfig()
     slo = slo or base.slo or DEFAULT_SLO
     bounds_of(slo)
-    drafting = {name: getattr(base, name) for name in DRAFTING}
-    base = _measured_alike(trace, replace(base, slo=slo, **dict.fromkeys(DRAFTING)))
+    drafting: dict[str, Any] = {name: getattr(base, name) for name in DRAFTING}
+    without: dict[str, Any] = dict.fromkeys(DRAFTING)
+    base = _measured_alike(trace, replace(base, slo=slo, **without))
     tried: dict[str, Candidate] = {}
     speculates = ""
 
@@ -146,7 +147,7 @@ def advise(
         best = max(plain, speculating, key=lambda candidate: candidate.score)
         reasons.insert(-1, _worth_speculating(plain, speculating, best, str(drafting["speculation"])))
         if best is plain:
-            base = replace(base, **dict.fromkeys(DRAFTING))
+            base = replace(base, **without)
     flags: dict[str, int | float] = {
         "max_num_batched_tokens": vllm.token_budget or size,
         "long_prefill_token_threshold": 0,
