@@ -172,6 +172,7 @@ FIRST = {
     "calib/": ("experiments", "calibrate"),
     "runs/x/model.json": ("experiments", "validate"),
     "runs/figures": ("experiments", "run"),
+    "runs/chunked-256": ("simulator", "replay", "t.csv", "--out", "runs/chunked-256"),
     "flood/chunked": FLOOD[0],
     "flood/vtc": FLOOD[1],
     "served/": ("simulator", "replay", "t.csv", "--out", "served/"),
