@@ -220,9 +220,7 @@ def _preset(name: str) -> Mapping[str, Any]:
     """The deployment that comes with the package under this name."""
     known = tomllib.loads(resources.files("simulator").joinpath("presets.toml").read_text(encoding="utf-8"))
     if name not in known:
-        raise SimulationError(
-            f"--config: found {name!r}, expected a file, a run folder, or one of {', '.join(known)}"
-        )
+        raise SimulationError(f"--config: found {name!r}, expected a file, a run folder, or one of {', '.join(known)}")
     found: Mapping[str, Any] = known[name]
     return found
 
