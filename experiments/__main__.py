@@ -24,6 +24,7 @@ COMMAND_MODULES = (
     "experiments.papers.command",  # list, run, claims
     "experiments.sweeps.command",  # sweep
     "experiments.capacity.command",  # capacity
+    "experiments.arena.command",  # arena
     "experiments.papers.sarathi_pipeline",  # sarathi-pipeline
     "experiments.papers.attention_ffn",  # attention-ffn
 )

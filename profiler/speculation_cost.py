@@ -88,8 +88,14 @@ class SpeculatingCost:
 
     def __getattr__(self, name: str) -> Any:
         # What a cost model may offer in addition, where the inner one does.
-        if name in ("layer_split", "aftermath"):
+        if name in ("layer_split", "aftermath", "ranks", "graph_rows"):
             return getattr(self.inner, name)
+        if name == "ranks_ns":
+            together = self.inner.ranks_ns  # type: ignore[attr-defined]
+            return lambda shapes: [
+                ns + self.verifying_ns(shape) + self.drafting_ns(shape)
+                for ns, shape in zip(together([self.plain(shape) for shape in shapes]), shapes, strict=True)
+            ]
         if name == "perturbed":
             drawn = self.inner.perturbed  # type: ignore[attr-defined]
             return lambda seed, *more: SpeculatingCost(

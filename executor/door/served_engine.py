@@ -113,7 +113,16 @@ class ServedEngine(LiveEngine):
 
     def _take(self, ask: Ask) -> None:
         now, row = self.now_ns(), ask.number
-        request = Request(row, now, len(ask.prompt_ids), ask.max_tokens, (), 0, ask.session, ask.priority)
+        request = Request(
+            row,
+            now,
+            len(ask.prompt_ids),
+            ask.max_tokens,
+            session=ask.session,
+            priority=ask.priority,
+            tenant=ask.tenant,
+            program=ask.session,
+        )
         self._asks[row] = ask
         track = self.scheduler.add(request, now)
         if track.status == "rejected":

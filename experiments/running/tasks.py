@@ -25,6 +25,8 @@ KINDS = {
     "saturated": "experiments.capacity.search:run_saturated",
     "cluster_size": "experiments.capacity.cluster_size:run_task",
     "experiment": "experiments.papers.figure_files:run_task",
+    "arena": "experiments.arena.match:run_match",
+    "arena_knee": "experiments.arena.match:run_knee",
     "claim": "experiments.papers.claim:run_task",
 }
 """What a task's `kind` may be, and who does it."""

@@ -366,6 +366,8 @@ class RankGroup:
         finished: list[tuple[Rank, Sequence[Track]]] = []
         for rank, part in zip(self.ranks, step.parts):
             if part.batch is not None:
+                if rank.decide is not None:
+                    rank.decide(part.batch)
                 ended = rank.scheduler.deliver(part.batch, step.end_ns)
                 finished.append((rank, ended))
                 if rank.on_batch is not None:

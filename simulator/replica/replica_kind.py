@@ -177,8 +177,6 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         acceptance = make_acceptance(config.acceptance, config.drafts_found, speculation, trace, config.seed)
     front = FrontEndTimes.of(terms)
     engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=front, acceptance=acceptance)
-    if engine.together and speculation is not None:
-        raise SimulationError(f"--speculation with --dp {config.dp}: ranks that step together do not speculate here")
     ranks = getattr(cost, "ranks", config.dp)
     if form_of_ranks(cost) is not None and ranks != config.dp:
         raise SimulationError(f"cost model {cost.name}: found {ranks} ranks, expected {config.dp}, as --dp says")

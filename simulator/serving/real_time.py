@@ -256,6 +256,8 @@ class RealTimeCluster:
             block,
             ask.session,
             ask.priority,
+            tenant=ask.tenant,
+            program=ask.session,
         )
         self._growing[number] = Growing(ask, (number * 7919 + ask.seed * 104_729) % len(self._answers))
         self.cluster.submit(request, self._length(ask))

@@ -39,6 +39,7 @@ KNOBS: dict[str, tuple[dict[str, Any], ...]] = {
         {"prefix_caching": True, "async_scheduling": True, "reserve_full": False},
     ),
     "shortest_prompt_first": ({}, {"ageing": 0.0, "chunk_size": 16, "window": 2}),
+    "most_in_time": ({}, {"chunk_size": 32, "ttft_s": 0.2, "tbt_s": 0.03, "lost": 0.1}),
     "slo_aware": (
         {},
         {"relegate": False, "chunk_size": 32, "ttft_s": 0.2, "tbt_s": 0.03},

@@ -76,6 +76,7 @@ ELSEWHERE = {
     r"executor\.checks\.kernel_build": ("tests/executor/test_parts.py", '["kernel_build", capability]'),
     r"simulator\.studies\.feature_pairs": ("tests/simulator/test_feature_pairs.py", "== page()"),
     r"experiments board": ("tests/experiments/test_board.py", "made = engine_entries(every=30)"),
+    r"experiments arena": ("tests/experiments/test_arena.py", '["arena", str(path)'),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
     r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
     r"profiler refine": ("tests/profiler/test_fit.py", '["refine", '),

@@ -37,7 +37,7 @@ class Variant:
 
 
 VARIANTS = [
-    *[Variant(name) for name in policy_names() if name not in ("slo_aware", "shortest_prompt_first")],
+    *[Variant(name) for name in policy_names() if name not in ("slo_aware", "most_in_time", "shortest_prompt_first")],
     Variant("request_level", {"max_batch_size": 3}, {"max_delay_s": 0.07}),
     Variant("orca", {"max_batch_size": 3, "reserve": "longest"}),
     Variant("decode_maximal", {"chunk_size": 64, "align": "shrink"}),
@@ -48,6 +48,7 @@ VARIANTS = [
     Variant("chunked", {"chunk_size": 40}),
     Variant("vllm_v1", {"long_prefill_token_threshold": 50}),
     Variant("shortest_prompt_first", {"chunk_size": 64, "window": 4}, {}, {"ageing": 512.0}),
+    Variant("most_in_time", {"chunk_size": 128}, {"ttft_s": 0.4, "tbt_s": 0.05}),
     Variant("slo_aware", {"chunk_size": 128}, {"ttft_s": 0.4, "tbt_s": 0.05}),
     Variant("slo_aware", {"chunk_size": 64, "relegate": False}, {"ttft_s": 0.1, "tbt_s": 0.005}),
 ]
@@ -356,7 +357,7 @@ def test_other_names_for_the_requests_change_nothing(policy: str) -> None:
     rows = [
         (int(at), int(rng.integers(1, 60)), int(rng.integers(1, 30))) for at in np.cumsum(rng.integers(1, 4000, 14))
     ]
-    by_id = policy in ("slo_aware", "shortest_prompt_first")
+    by_id = policy in ("slo_aware", "most_in_time", "shortest_prompt_first")
     names = [7 * row + 3 for row in range(14)] if by_id else [int(name) for name in rng.permutation(14) + 100]
 
     def log_of(ids: list[int]) -> Any:

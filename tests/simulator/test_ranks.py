@@ -215,9 +215,17 @@ POOLS = {
 """Prompts on ranks of two replicas, answers on the ranks of a third."""
 
 
-@given(ROWS, OPTIONS, st.booleans(), st.sampled_from([0, 8]), st.sampled_from([{}, {}, POOLS]), st.booleans())
+@given(
+    ROWS,
+    OPTIONS,
+    st.booleans(),
+    st.sampled_from([0, 8]),
+    st.sampled_from([{}, {}, POOLS]),
+    st.booleans(),
+    st.sampled_from([0, 3]),
+)
 @settings(max_examples=60, deadline=None)
-def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows, pools, layerwise):
+def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows, pools, layerwise, drafts):
     options = {**options, **pools, "layerwise_kv": layerwise and bool(pools)}
     trace = traced(rows)
     cost = Exchanging(
@@ -225,7 +233,9 @@ def test_leaps_write_the_rows_of_single_steps(rows, options, ahead, graph_rows, 
         graph_rows=graph_rows, ranks=options["dp"],
     )  # fmt: skip
     if options["policy"] == "vllm_v1":
-        options = {**options, "knobs": {"async_scheduling": ahead}}
+        options = {**options, "knobs": {"async_scheduling": ahead and not drafts}}
+        if drafts and not options["pools" if pools else "failures"]:
+            options |= {"speculation": f"ngram:{drafts}", "acceptance": "0.6"}
     found = []
     for leaps in (True, False):
         plan = make_cluster_plan(ReplayConfig(block_size=4, leaps=leaps, **options), trace, cost)
@@ -262,8 +272,8 @@ def test_experts_over_ranks_write_the_rows_of_the_reference_simulator_in_its_ord
     options = {**model, "tp": 2, "dp": 2, "ep": True, "num_blocks": 200, "knobs": {"async_scheduling": False}}
     assert_same(trace, options, None)
     fast, slow = (replay(trace, ReplayConfig(reference=slowly, **options)) for slowly in (False, True))
-    others = ["cohorts", "wall_s", "cpu_s"]
-    assert fast.tables.iterations.drop_columns(others).equals(slow.tables.iterations.drop_columns(others))
+    tables = (run.tables.iterations.drop_columns(["cohorts"]).to_pylist() for run in (fast, slow))
+    assert [*map(repr, next(tables))] == [*map(repr, next(tables))]
     assert fast.config["pools"][0]["ranks_step_together"]
     assert fast.config["pools"][0]["devices_per_replica"] == 4
 

@@ -29,7 +29,7 @@ MOST = 5.0
 FEW = 60
 """Requests (or replicas) of the smaller run; the larger one has four times as many."""
 
-KNOBS = {"shortest_prompt_first": {"window": 16}, "slo_aware": {"window": 8}}
+KNOBS = {"shortest_prompt_first": {"window": 16}, "slo_aware": {"window": 8}, "most_in_time": {"window": 8}}
 """How many of those waiting a policy compares; by default more than wait in the smaller run."""
 
 

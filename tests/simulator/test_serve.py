@@ -192,6 +192,17 @@ def test_a_session_replays_from_its_own_trace_to_the_nanosecond(tmp_path):
     assert served.column("requests", "cached_tokens").sum() > 0
 
 
+def test_openais_user_is_the_tenant_of_a_session(tmp_path):
+    with serving(session(tmp_path / "run", policy="vtc")) as client:
+        for user in ("acme", None, "x"):
+            body = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True} | ({"user": user} if user else {})
+            assert client.json("/v1/completions", body)[0] == 200
+        status, answer = client.json("/v1/completions", {"prompt": [5], "user": 7})
+        assert (status, answer["error"]["param"]) == (400, "user")
+    assert read_run(tmp_path / "run").column("requests", "tenant").tolist() == ["acme", None, "x"]
+    assert read_trace(tmp_path / "run" / "trace.parquet").tenant == ["acme", None, "x"]
+
+
 def test_every_token_is_on_the_wire_once(tmp_path):
     import pyarrow.parquet as pq
 

@@ -214,6 +214,7 @@ class Door:
             wanted.priority,
             session[:200] if session else None,
             received_ns,
+            wanted.user[:200] or None,
         )
         prefix = "chatcmpl-" if wanted.chat else "cmpl-"
         answer = Answer(ask, Reply(wanted, prefix + name, self.model), self.words.stream(), self._stop_ids)

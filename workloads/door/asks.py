@@ -61,6 +61,7 @@ class Wanted:
     top_k: int
     seed: int | None
     priority: int
+    user: str = ""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -132,6 +133,7 @@ def wanted_of(body: Mapping[str, Any], words: Words, *, chat: bool, max_model_le
         top_k=max(0, read.whole("top_k", 0, least=-1)),
         seed=seed,
         priority=read.whole("priority", 0, least=-(1 << 31), most=1 << 31),
+        user=read.text("user"),
     )
 
 

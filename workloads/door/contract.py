@@ -29,7 +29,7 @@ class Ask:
 
     max_tokens: declared limit, at least 1. ignore_eos: the answer has exactly that length. temperature 0 is greedy,
     top_k 0 and top_p 1 keep all tokens. session: texts of one session go on from each other. received_ns: when the
-    request had been read.
+    request had been read. tenant: OpenAI's `user`, on whose behalf it is served.
     """
 
     number: int
@@ -43,6 +43,7 @@ class Ask:
     priority: int = 0
     session: str | None = None
     received_ns: Ns = 0
+    tenant: str | None = None
 
 
 class Ended(NamedTuple):

@@ -80,12 +80,12 @@ class Visitors:
 
     def __init__(self, *, keeps_ids: bool) -> None:
         self._keeps_ids = keeps_ids
-        self._asks: dict[int, tuple[int, int, int, str | None]] = {}
+        self._asks: dict[int, tuple[int, int, int, str | None, str | None]] = {}
         self._ids: dict[int, array[int]] = {}
         self._ends: dict[int, tuple[Ns, int, Ns]] = {}
 
     def came(self, ask: Ask) -> None:
-        self._asks[ask.number] = (len(ask.prompt_ids), ask.max_tokens, ask.priority, ask.session)
+        self._asks[ask.number] = (len(ask.prompt_ids), ask.max_tokens, ask.priority, ask.session, ask.tenant)
         if self._keeps_ids:
             self._ids[ask.number] = array("i", ask.prompt_ids)
 
@@ -107,7 +107,7 @@ class Visitors:
         # A client that left would have got the rest of its answer.
         produced = np.array([end[1] for end in ends], np.int64)
         outputs = np.where((gone >= 0) | (produced < 1), limits, np.maximum(produced, 1))
-        sessions = [ask[3] for ask in asks]
+        sessions, tenants = [ask[3] for ask in asks], [ask[4] for ask in asks]
         priorities = np.array([ask[2] for ask in asks], np.int64)
         return Trace(
             name,
@@ -117,6 +117,7 @@ class Visitors:
             limits,
             session=sessions if any(session is not None for session in sessions) else None,
             priority=priorities if priorities.any() else None,
+            tenant=tenants if any(tenant is not None for tenant in tenants) else None,
             abort_ns=gone if (gone >= 0).any() else None,
             prompt_ids=[self._ids[number] for number in rows] if self._keeps_ids else None,
             source_format="served",
