@@ -229,6 +229,12 @@ def _labelled(runs: list[Path]) -> dict[str, Path]:
     return dict(zip(distinct_names([str(run.resolve()) for run in runs]), runs))
 
 
+def _asked(labels: list[str]) -> str:
+    if len(labels) > 3:
+        return f"What happened in {len(labels)} runs?"
+    return f"What happened in {', '.join(labels)}?"
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders to report on together.")],
@@ -245,7 +251,7 @@ def report(
     part = parse_window(window) if window else None
     shown = Slice(part.start / 1e9, min(part.end, 1 << 62) / 1e9) if part else None
     tables = {label: read_run(run) for label, run in _labelled(runs).items()}
-    print(write_report(out, tables, question=question or f"What happened in {', '.join(tables)}?", window=shown))
+    print(write_report(out, tables, question=question or _asked(list(tables)), window=shown))
 
 
 def _summary(run: Path, warmup: str, slo: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, str] = {
     "vllm_v1": "policies.vllm_v1:VllmV1",
     "shortest_prompt_first": "policies.shortest_prompt_first:ShortestPromptFirst",
     "slo_aware": "policies.slo_aware:SloAware",
+    "goodput_drafts": "policies.goodput_drafts:GoodputDrafts",
     "most_in_time": "policies.most_in_time:MostInTime",
     "predicted_sjf": "policies.fair.predicted_sjf:PredictedSjf",
     "weighted_fair": "policies.fair.weighted_fair:WeightedFair",

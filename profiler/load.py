@@ -83,8 +83,7 @@ def load_cost_model(
     if spec.experts and not is_own_class(cost_model):
         chosen["layout"] = layout
     if str(cost_model) == "auto":
-        plain = not (spec.experts or spec.latent or spec.weight_bits or spec.sliding_layers not in (None, spec.layers))
-        found = _shipped(hardware) if plain and _fits_serve(dtype, kv_dtype, options) else None
+        found = _shipped(hardware) if _fits_serve(dtype, kv_dtype, options) else None
         cost = _fitted(found, spec, hardware, chosen, added) if found else _roofline(spec, hardware, chosen, added)
         return _named(cost, added, hardware, tp)
     if str(cost_model) == "roofline":
@@ -170,13 +169,6 @@ class _Terms(NamedTuple):
                 raise ProfileError(f"--term {name}: {costs}; expected terms that begin with {' or '.join(known)}")
 
 
-def refuse_unknown(spec: ModelSpec) -> None:
-    """ProfileError for what only a roofline knows."""
-    spec.refuse_mixed_windows()
-    spec.refuse_quantised("a fit of 16 bits has no such products", "take --cost-model roofline")
-    spec.refuse_experts("fits know dense layers only; take --cost-model roofline")
-
-
 def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added: _Terms) -> CostModel:
     from profiler.operators.engine_terms import EngineTerms
     from profiler.roofline.constants import RooflineConstants
@@ -201,7 +193,7 @@ def _roofline(spec: ModelSpec, hardware: Hardware, engine: dict[str, Any], added
 def _fits_serve(dtype: str, kv_dtype: str, options: dict[str, Any]) -> bool:
     """Whether shipped fits know these dtypes (16 bits) and options; otherwise "auto" means the roofline."""
     wanted = {canonical_dtype(dtype), "bfloat16" if kv_dtype == "auto" else canonical_dtype(kv_dtype)}
-    return wanted <= {"bfloat16", "float16"} and not {"tile", "constants"} & set(options)
+    return wanted <= {"bfloat16", "float16", "float8"} and not {"tile", "constants"} & set(options)
 
 
 def _shipped(hardware: Hardware) -> Path | None:
@@ -228,10 +220,9 @@ def _fitted(path: Path, spec: ModelSpec, hardware: Hardware, engine: dict[str, A
         return load_staged(path, spec, **engine)
     if find_spec("profiler.operators.fitted_model") is None:
         raise ProfileError(f"cost model {str(path)!r}: fitted models cannot be read by this version")
-    from profiler.operators.compose import compose
+    from profiler.operators.compose import CardFiles, compose
     from profiler.operators.fitting.model_file import read_model
 
-    refuse_unknown(spec)
     fit = read_model(path)
     widths = {name: width for name, width in added.engine.half_widths.items() if name != "front_end"}
-    return compose(fit, spec, hardware, terms=added.of_fit(fit), term_widths=widths, **engine)
+    return compose(fit, spec, hardware, files=CardFiles(path), terms=added.of_fit(fit), term_widths=widths, **engine)

@@ -112,7 +112,8 @@ class ServedEngine(LiveEngine):
         return now
 
     def _take(self, ask: Ask) -> None:
-        now, row = self.now_ns(), ask.number
+        # It came while a batch was running: it has waited since.
+        now, row = ask.received_ns, ask.number
         request = Request(
             row,
             now,

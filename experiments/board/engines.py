@@ -10,11 +10,18 @@ if TYPE_CHECKING:
     from experiments.vllm.whole_engines import Predicted
 
 
+FEW_BITS_EVERY = 5
+"""Of rows with experts and few bits the board has every so many-th: `experiments engines` has all of them."""
+
+
 def engine_entries(every: int = 1) -> list[dict[str, Any]]:
     """Rows whose kernels a shipped fit knows, copies left out; `every`: only each so many-th one."""
     from experiments.vllm.whole_engines import ABLATION, known_loops, known_rates, predict_loop, predict_rate
 
-    rows = [predict_loop(run, ABLATION[0]) for run in known_loops()[::every]]
+    loops = known_loops()
+    plain = [run for run in loops if run.dtype == "bf16"][::every]
+    few = [run for run in loops if run.dtype != "bf16"][:: every * FEW_BITS_EVERY]
+    rows = [predict_loop(run, ABLATION[0]) for run in (*plain, *few)]
     rows += [predict_rate(run, ABLATION[0]) for run in known_rates()]
     return [_row(row) for row in rows]
 

@@ -177,10 +177,29 @@ def _write_report(path: Path, study: CapacityStudy, priced: list[dict[str, str]]
         f"{study.reference.label}."
     )
     tables = [
-        RowTable("Capacities", rows, axes, about),
+        RowTable("Capacities", rows, axes, about, up="requests_per_s"),
         RowTable("Rates that were tried", probes, ["rate", "setting", "draw"], "Statistic over bound; at most 1: met."),
     ]
-    write_report(path, question=f"At which rate does {study.objective.slo} still hold?", tables=tables, notes=notes)
+    question = f"At which rate does {study.objective.slo} still hold?"
+    write_report(path, question=question, verdict=_winner(study), tables=tables, notes=notes)
+
+
+def _winner(study: CapacityStudy) -> str:
+    """Who serves most, in one sentence; settings whose intervals meet that of the best are not told apart from it."""
+    able = sorted((one for one in study.settings if not one.error), key=lambda one: -one.rate)
+    if not able:
+        return "No setting could be searched."
+    best = able[0]
+    told = f"{best.label} serves {best.rate:.3g} requests/s (± {best.half_width:.2g}) within the objective"
+    close = [one.label for one in able[1:] if one.rate + one.half_width >= best.rate - best.half_width]
+    if close:
+        return (
+            f"{told}; the draws do not tell it apart from {', '.join(close[:3])}{' and others' if close[3:] else ''}."
+        )
+    if able[1:]:
+        next_one = able[1]
+        return f"{told}, {best.rate / max(next_one.rate, 1e-9):.2f} times as many as the next, {next_one.label}."
+    return f"{told}."
 
 
 def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
@@ -375,11 +394,22 @@ def _write_smallest_report(
         for price in row.get("prices", ())
     ]
     tables = [
-        RowTable("Smallest clusters", sizes, ["setting"], "GPU-seconds are those of all devices, from first to last."),
+        RowTable(
+            "Smallest clusters",
+            sizes,
+            ["setting"],
+            "GPU-seconds are those of all devices, from first to last.",
+            up="devices",
+        ),
         RowTable("Sizes that were tried", tried, ["setting", "replicas"], "Statistic over bound; at most 1: met."),
     ]
     question = f"How few replicas serve the trace with {objective.spoken()}?"
-    write_report(path, question=question, tables=tables, notes=notes)
+    able = [row for row in rows if row.get("devices") and not row["error"]]
+    fewest = min(able, key=lambda row: row["devices"], default=None)
+    verdict = "No size that was tried holds the objective."
+    if fewest is not None:
+        verdict = f"{fewest['setting']} needs the fewest devices: {fewest['devices']} in {fewest['replicas']} replicas."
+    write_report(path, question=question, verdict=verdict, tables=tables, notes=notes)
 
 
 def _spoken_size(row: dict[str, Any]) -> str:

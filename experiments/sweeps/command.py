@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,7 +136,22 @@ def _write_report(path: Path, folder: SweepFolder, file: Path, said: Sequence[st
     notes += [f"Note: {note}" for note in said]
     axes = [axis.name for axis in spec.axes]
     table = RowTable(f"{len(rows)} points", rows, axes, "One row a point; every key of the summary is a column.")
-    write_report(path, question=f"What do the points of {file.stem} come to?", tables=[table], notes=notes)
+    question = f"What do the points of {file.stem} come to?"
+    write_report(path, question=question, verdict=_range(rows, axes), tables=[table], notes=notes)
+
+
+def _range(rows: Sequence[Mapping[str, Any]], axes: Sequence[str]) -> str:
+    """Between which points the tail of the gaps lies, in one sentence."""
+    for key, title in (("tbt_s_p99", "TBT P99"), ("ttft_s_p99", "TTFT P99")):
+        known = sorted(
+            (row for row in rows if isinstance(row.get(key), float) and row[key] == row[key]), key=itemgetter(key)
+        )
+        if len(known) > 1:
+            least, most = (
+                (", ".join(f"{axis} {row.get(axis)}" for axis in axes), 1e3 * row[key]) for row in (known[0], known[-1])
+            )
+            return f"{title} goes from {least[1]:.3g} ms ({least[0]}) to {most[1]:.3g} ms ({most[0]})."
+    return "Fewer than two points have finished requests."
 
 
 def _table(folder: SweepFolder, most: int = 40) -> Table:

@@ -22,6 +22,7 @@ _LOG = _ANY_RUN | {"model", "policies", "block_size", "num_blocks", "max_num_seq
 _LIVE_NOT = {"cost_model", "gpu", "num_blocks"}
 
 _WHAT, _ENGINE, _PROFILE, _AGAINST = "What to compare", "Engine", "Profile", "Against a run that exists"
+_SPECULATION = "Speculation"
 
 
 def register(app: typer.Typer) -> None:
@@ -82,6 +83,16 @@ def validate(
         Path | None, typer.Option(help="Use this profile instead of measuring one.", rich_help_panel=_PROFILE)
     ] = None,
     budget: Annotated[str, typer.Option(help="Time for measuring, as 120s.", rich_help_panel=_PROFILE)] = "120s",
+    speculation: Annotated[
+        str | None,
+        typer.Option(help="Compare serving with and without drafts instead, as ngram:4.", rich_help_panel=_SPECULATION),
+    ] = None,
+    batches: Annotated[
+        str, typer.Option(help="Loads: requests at once, with --speculation.", rich_help_panel=_SPECULATION)
+    ] = "1,4,16",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, one prompt a line.", rich_help_panel=_SPECULATION)
+    ] = None,
     against: Annotated[
         list[Path] | None,
         typer.Option(
@@ -186,6 +197,11 @@ def validate(
     day = trace.name.removesuffix(".gz").rpartition(".")[0] or trace.name
     target = out or Path("runs") / f"validate-{folder_name(day)}"
     say = Say(as_json)
+    if speculation is not None:
+        _speculation(settings, target, speculation, batches, prompts, say, anyway, as_json)
+        return
+    if prompts is not None:
+        raise ExperimentError(f"--prompts without --speculation: found {prompts}, expected --speculation ngram:4")
     validation = Validation(settings, target, profile=profile, anyway=anyway, say=say)
     notes = tell_notes(validation.trace.notes)
     result = validation.run()
@@ -200,6 +216,47 @@ def validate(
     for line in in_short(result):
         print(f"- {line}")
     print(f"{result.took_s:.0f} s; report: {written[1]}")
+
+
+def _speculation(
+    settings: Any,
+    out: Path,
+    text: str,
+    batches: str,
+    prompts: Path | None,
+    say: Say,
+    anyway: bool,
+    as_json: bool,
+) -> None:
+    from experiments.validation.speculation import SpeculationStudy, draw, in_short
+    from metrics.run_folder.folder import json_ready
+    from policies import Speculation
+
+    speculation = Speculation.parse(text)
+    study = SpeculationStudy(
+        settings,
+        out,
+        speculation=speculation,
+        batches=[_batch(part) for part in batches.split(",")],
+        prompts=prompts,
+        say=say,
+        anyway=anyway,
+    )
+    rows = study.run()
+    drawn = draw(rows, speculation, out / "figures", f"{settings.engine.model} on this machine, {study.policy.label}")
+    if as_json:
+        print(json.dumps(json_ready(json.loads((out / "speculation.json").read_text(encoding="utf-8"))), indent=2))
+        return
+    for line in in_short(rows, speculation):
+        print(f"- {line}")
+    print(f"figure: {drawn[-1]}")
+
+
+def _batch(text: str) -> int:
+    number = whole_number(text.strip())
+    if not number:
+        raise ExperimentError(f"--batches: found {text.strip()!r}, expected numbers of requests, as 1,4,16")
+    return number
 
 
 def _check_given(ctx: typer.Context, used: set[str], why: str) -> None:

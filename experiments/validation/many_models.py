@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.running.report_document import Block, Bullets, Heading, Table, Text, write_document
 from experiments.running.stage_files import write_json
 from experiments.validation.comparing.settings import Settings
-from experiments.validation.comparing.statistics import OUTSIDE, WITHIN_AIM, WITHIN_SPREAD
+from experiments.validation.comparing.statistics import OUTSIDE, TOO_NOISY, WITHIN_AIM, WITHIN_SPREAD
 from experiments.validation.pages.report import MARKS, in_short, ranked_as_told, trust, write_report
 from experiments.validation.stages import Validation
 from policies.edges.distinct_names import distinct_names, file_forms, folder_names
@@ -127,7 +127,8 @@ def overall(done: Sequence[tuple[Part, Result]], total: int) -> list[Block]:
 
 def counted(verdicts: Sequence[str]) -> str:
     """How many statistics have each verdict, in words."""
-    return ", ".join(f"{verdicts.count(name)} {name}" for name in (WITHIN_AIM, WITHIN_SPREAD, OUTSIDE))
+    names = (WITHIN_AIM, WITHIN_SPREAD, *([TOO_NOISY] if TOO_NOISY in verdicts else []), OUTSIDE)
+    return ", ".join(f"{verdicts.count(name)} {name}" for name in names)
 
 
 def errors_table(done: Sequence[tuple[Part, Result]]) -> Table:
@@ -144,7 +145,11 @@ def errors_table(done: Sequence[tuple[Part, Result]]) -> Table:
                 row = by_statistic.get(statistic)
                 cells.append("" if row is None else in_a_cell(row))
             verdicts = {row.verdict for row in by_statistic.values()}
-            worst = OUTSIDE if OUTSIDE in verdicts else WITHIN_SPREAD if WITHIN_SPREAD in verdicts else WITHIN_AIM
+            worst = next(
+                name
+                for name in (OUTSIDE, TOO_NOISY, WITHIN_SPREAD, WITHIN_AIM)
+                if name in verdicts or name == WITHIN_AIM
+            )
             lines.append((f"{part.name}, {load:.0%}, {policy}", *cells, worst))
     return Table(("part, load, policy", *SUMMED, "worst verdict"), lines, MARKS)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from profiler.measurements.engine_runs import ClosedLoopRun, RateRun, closed_loop_runs, rate_runs
+from profiler.measurements.engine_runs import ClosedLoopRun, RateRun, closed_loop_runs, corrected, rate_runs
+from profiler.specs.model_config import load_model_spec
 from simulator import ReplayConfig, replay
 from simulator.cluster.pools import make_cluster_plan
 from workloads import Trace
@@ -23,6 +24,8 @@ ROUNDS = 4
 """Requests of each client of a closed loop; the first of each is left out."""
 STREAMS = 440
 """Requests that the HTTP client keeps in flight at most (44 processes of 10 streams)."""
+UNNAMED = "0.11"
+"""Version of vLLM at the end of October 2025, when the rows without one were measured."""
 SATURATED = 0.95
 """A run that answered less than this share of the rate asked for is of a saturated engine."""
 
@@ -78,12 +81,17 @@ class Predicted:
 
 
 def known_loops(half: str = "both") -> list[ClosedLoopRun]:
-    """Closed loops whose kernels a fitted model knows (16 bits, a dense model, vLLM's kernels), copies left out."""
+    """Closed loops whose kernels a fitted model knows (vLLM's), copies left out, labels as they have to be."""
     return [
-        run
+        corrected(run)
         for run in closed_loop_runs()
-        if run.engine == "vllm" and run.dtype == "bf16" and not run.same_as and half in ("both", run.half)
+        if run.engine == "vllm" and not run.same_as and half in ("both", run.half)
     ]
+
+
+def known_models() -> list[str]:
+    """Models of all rows, each once."""
+    return list(dict.fromkeys(run.model for run in (*known_loops(), *known_rates())))
 
 
 def known_rates(half: str = "both") -> list[RateRun]:
@@ -97,10 +105,13 @@ def predict_loop(run: ClosedLoopRun, variant: Variant, engine: str | None = None
     burst = _means(replay(_loop(run, 0.0), config), run.concurrency)
     trace = _loop(run, burst["e2e"])
     spread = _means(replay(trace, config), run.concurrency)
+    # As the row has it: of an answer of the stated length, whatever lengths were drawn.
+    spread["e2e"] = spread["ttft"] + spread["tpot"] * (run.output_tokens - 1)
     intervals = _intervals(trace, config, run.concurrency, draws)
     measured = {"ttft": run.ttft_ms / 1e3, "tpot": run.tpot_ms / 1e3, "e2e": run.e2e_ms / 1e3}
     band = sorted((burst["ttft"], spread["ttft"]))
-    group = f"{run.model} {run.dtype} {run.gpu} tp{run.tp}, {run.engine} {run.version}"
+    whole = " ep" if run.experts_ep > 1 else ""
+    group = f"{run.model} {run.dtype} {run.gpu} tp{run.tp}{whole}, {run.engine} {run.version or UNNAMED + '?'}"
     return Predicted(run.id, run.half, group, measured, spread, (band[0], band[1]), intervals)
 
 
@@ -138,9 +149,11 @@ def _intervals(trace: Trace, config: ReplayConfig, left_out: int, draws: int) ->
 
 
 def _config(run: ClosedLoopRun | RateRun, variant: Variant, engine: str | None) -> ReplayConfig:
-    own: dict[str, Any] = {"model": run.model, "gpu": run.gpu, "engine": engine or f"{run.engine}:{run.version}"}
+    own: dict[str, Any] = {"model": run.model, "gpu": run.gpu, "engine": engine or _engine_of(run)}
     if isinstance(run, ClosedLoopRun):
-        own["tp"] = run.tp
+        own |= {"tp": run.tp, "dp": run.attention_dp, "ep": run.experts_ep > 1}
+        if run.gemm_dtype == "fp8" and load_model_spec(run.model).weight_bits is None:
+            own["weight_dtype"] = "fp8"
     else:
         own |= {"max_num_seqs": run.max_num_seqs, "knobs": {"prefix_caching": bool(run.prefix_caching)}}
     options = dict(variant.options)
@@ -150,6 +163,11 @@ def _config(run: ClosedLoopRun | RateRun, variant: Variant, engine: str | None) 
         own["knobs"] = {**own.get("knobs", {}), "async_scheduling": options.pop("async_scheduling")}
     terms = variant.terms if own["engine"] != "none" else {}
     return ReplayConfig(policy="vllm_v1", terms=terms, **own, **options)
+
+
+def _engine_of(run: ClosedLoopRun | RateRun) -> str:
+    """Rows without a version take that of their date."""
+    return f"{run.engine}:{run.version or UNNAMED}"
 
 
 def _loop(run: ClosedLoopRun, spread_s: float) -> Trace:

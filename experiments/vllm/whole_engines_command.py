@@ -20,6 +20,8 @@ def engines(
     half: Annotated[str, typer.Option(help="a (terms were fitted on it), b (judges), or both.")] = "both",
     engine: Annotated[str | None, typer.Option(help="Engine for all rows; each row's own by default.")] = None,
     term: Annotated[list[str] | None, typer.Option(help="Change a term, as host_tp_step_us=0; repeatable.")] = None,
+    only: Annotated[str, typer.Option(help="Rows of models whose name contains this, e.g. qwen3-32b.")] = "",
+    every: Annotated[int, typer.Option(help="Every so many-th closed loop.", min=1)] = 1,
     ablation: Annotated[bool, typer.Option(help="One line for each effect switched off.")] = False,
     runs: Annotated[
         int, typer.Option(help="Draws of the costs: how many rows their 90 % intervals hold.", min=0, max=1000)
@@ -29,7 +31,7 @@ def engines(
 ) -> None:
     """Mean TTFT, TPOT and E2E of measured engines: median errors of each half, TTFT of closed loops as a band."""
     from experiments.errors import ExperimentError
-    from experiments.vllm.whole_engines import ABLATION, NO_ENGINE, Variant
+    from experiments.vllm.whole_engines import ABLATION, NO_ENGINE, Variant, known_models
     from profiler.operators.engine_terms import parse_terms
 
     if half not in ("a", "b", "both"):
@@ -39,7 +41,9 @@ def engines(
     report: dict[str, Any] = {}
     for variant in variants:
         changed = Variant(variant.name, {**terms, **variant.terms}, variant.options)
-        found = _predict(half, changed, engine, runs)
+        found = _predict(half, changed, engine, runs, only, every)
+        if not found:
+            raise ExperimentError(f"--only: found no row of {only!r}; expected a part of {', '.join(known_models())}")
         report[variant.name] = _facts(found, rows)
         if not as_json:
             _print(variant.name, found, rows)
@@ -49,11 +53,15 @@ def engines(
         print(json.dumps(json_ready(report), indent=2))
 
 
-def _predict(half: str, variant: Variant, engine: str | None, draws: int) -> list[Predicted]:
+def _predict(
+    half: str, variant: Variant, engine: str | None, draws: int, only: str = "", every: int = 1
+) -> list[Predicted]:
     from experiments.vllm.whole_engines import known_loops, known_rates, predict_loop, predict_rate
 
-    loops = [predict_loop(run, variant, engine, draws) for run in known_loops(half)]
-    return [*loops, *(predict_rate(run, variant, engine, draws) for run in known_rates(half))]
+    loops = [run for run in known_loops(half) if only in run.model][::every]
+    rates = [run for run in known_rates(half) if only in run.model]
+    found = [predict_loop(run, variant, engine, draws) for run in loops]
+    return [*found, *(predict_rate(run, variant, engine, draws) for run in rates)]
 
 
 def _groups(found: Sequence[Predicted]) -> dict[tuple[str, str], list[Predicted]]:

@@ -6,6 +6,7 @@ decided. Runs are rivals if world, model, hardware, kind of costs and trace are 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from html import escape
@@ -16,6 +17,8 @@ from metrics.run_folder.tables import RunTables
 
 COMPARED = (
     ("finished", "finished", 0),
+    ("goodput_requests_per_s", "goodput (requests/s)", 1),
+    ("slo_attainment", "SLO met", 1),
     ("ttft_s_p50", "TTFT P50", -1),
     ("ttft_s_p99", "TTFT P99", -1),
     ("tbt_s_p50", "TBT P50", -1),
@@ -25,8 +28,6 @@ COMPARED = (
     ("e2e_s_p50", "E2E P50", -1),
     ("requests_per_s", "requests/s", 1),
     ("output_tokens_per_s", "output tokens/s", 1),
-    ("goodput_requests_per_s", "goodput", 1),
-    ("slo_attainment", "SLO met", 1),
     ("preemptions", "preemptions", -1),
     ("dummy_share", "dummy rows", -1),
     ("kv_use_max", "KV in use, most", 0),
@@ -34,14 +35,20 @@ COMPARED = (
 )
 """Columns of the comparison: key of the summary, heading, whether more (1) or less (-1) is better."""
 
+_KEPT = {"finished", "goodput_requests_per_s", "slo_attainment", "ttft_s_p50", "ttft_s_p99", "tbt_s_p99"}
+"""Columns that stand in the table also where all runs have the same value."""
+
 
 def comparison(runs: Mapping[str, RunTables]) -> str:
     """The table, with its caption."""
     summaries = {label: run.summary for label, run in runs.items()}
-    shown = [row for row in COMPARED if any(_number(s.get(row[0])) is not None for s in summaries.values())]
-    setting = {label: _setting(run) for label, run in runs.items()}
+    known = [row for row in COMPARED if any(number_of(s.get(row[0])) is not None for s in summaries.values())]
+    shown = [row for row in known if row[0] in _KEPT or len(runs) < 2 or len(_values(summaries, row[0])) > 1]
+    left = [row for row in known if row not in shown]
+    alike = [f"{heading} {format_value(key, _values(summaries, key)[0])}" for key, heading, _ in left]
+    setting = {label: setting_of(run) for label, run in runs.items()}
     best = {
-        (key, own): _best([_number(summaries[label].get(key)) for label in runs if setting[label] == own], better)
+        (key, own): _best([number_of(summaries[label].get(key)) for label in runs if setting[label] == own], better)
         for key, _, better in shown
         for own in set(setting.values())
     }
@@ -53,23 +60,40 @@ def comparison(runs: Mapping[str, RunTables]) -> str:
             text = escape(format_value(key, summary.get(key)))
             if key == "finished" and summary.get("requests") != summary.get("finished"):
                 text += f" of {format_value('requests', summary.get('requests'))}"
-            value = _number(summary.get(key))
+            value = number_of(summary.get(key))
             mark = value is not None and value == best[key, setting[label]]
             cells.append(f'<td class="best">{text} <small>best</small></td>' if mark else f"<td>{text}</td>")
         star = "" if summary.get("calibrated") is not False else " *"
         lines.append(f'<tr><th scope="row">{escape(label)}{star}</th>{"".join(cells)}</tr>')
     caption = f"All requests, latencies of those that finished.{_about_best(setting)}"
+    if alike:
+        caption += f" Alike in all runs: {escape(', '.join(alike))}."
     if any(summary.get("calibrated") is False for summary in summaries.values()):
         words = [str(one.get("cost_basis")) for one in summaries.values() if one.get("calibrated") is False]
-        caption += f" * {escape(' | '.join(dict.fromkeys(one.partition(';')[0] for one in words)))}."
+        caption += f" * {escape(_bases(words))}."
     return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table>'
+        '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of runs"><table class="runs">'
         f"<caption><span>{caption}</span></caption>"
         f'<thead><tr><th scope="col">run</th>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
     )
 
 
-def _setting(run: RunTables) -> Hashable:
+def _bases(words: Sequence[str]) -> str:
+    """What the costs of runs rest on, each once; shares of measured time as the range that they span."""
+    bases = list(dict.fromkeys(one.partition(";")[0] for one in words))
+    shares = [int(found[1]) for base in bases if (found := re.fullmatch(r"partly measured: (\d+) %", base))]
+    if len(shares) < 2:
+        return " | ".join(bases)
+    others = [base for base in bases if not base.startswith("partly measured: ")]
+    return " | ".join([f"partly measured: {min(shares)} to {max(shares)} %", *others])
+
+
+def _values(summaries: Mapping[str, Mapping[str, Any]], key: str) -> list[float | None]:
+    """The different values of a column."""
+    return list(dict.fromkeys(number_of(summary.get(key)) for summary in summaries.values()))
+
+
+def setting_of(run: RunTables) -> Hashable:
     """What has to be the same before one run can be called better than another."""
     config = run.config
     pools = [pool for pool in config.get("pools") or () if isinstance(pool, Mapping)]
@@ -102,13 +126,16 @@ def _about_best(setting: Mapping[str, Hashable]) -> str:
 
 
 def _best(values: Sequence[float | None], better: int) -> float | None:
+    """The best value, if not most of the runs have it."""
     known = [value for value in values if value is not None]
-    if not better or len(known) < 2 or min(known) == max(known):
+    if not better or len(known) < 2:
         return None
-    return max(known) if better > 0 else min(known)
+    best = max(known) if better > 0 else min(known)
+    return best if known.count(best) <= len(known) / 2 else None
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """A number that can be compared, or None: no flags, no NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         return None
     return float(value)

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from metrics.html_report.comparison import comparison
-from metrics.html_report.plots import run_plots
+from metrics.html_report.plots import picture_of, run_plots
 from metrics.html_report.requests import inspected_requests
 from metrics.html_report.row_tables import RowTable, tables_section
 from metrics.html_report.timeline import Slice, timeline_of
 from metrics.html_report.trust import trust_of
+from metrics.html_report.verdict import verdict_of
 from metrics.run_folder.columns import MetricsError
 from metrics.run_folder.folder import json_ready
 from metrics.run_folder.tables import RunTables
@@ -34,13 +35,15 @@ def write_report(
     runs: Mapping[str, RunTables] | None = None,
     *,
     question: str,
+    verdict: str = "",
     tables: Sequence[RowTable] = (),
     notes: Sequence[str] = (),
     window: Slice | None = None,
 ) -> Path:
     """Write a report, whole or not at all; returns its path.
 
-    runs: label -> run, with its config and summary. question: what the reader wants answered. tables: rows to explore.
+    runs: label -> run, with its config and summary. question: what the reader wants answered. verdict: the answer
+    in one sentence, made from the runs where it is left empty. tables: rows to explore.
     notes: sentences for the trust section. window: seconds (from, to) of the timeline; by default all of a short run,
     and of a long one the part around its longest stall.
     Raises MetricsError if Plotly is not installed, there is nothing to show, or the file cannot be written.
@@ -55,18 +58,19 @@ def write_report(
             run.summary = summarise(run)
         if not run.config:
             raise MetricsError(f"report: run {label!r} has no config, expected one that says what was run")
-    page = _page(runs, question, tables, notes, window)
+    page = _page(runs, question, verdict or verdict_of(runs), tables, notes, window)
     return write_text(path, page, MetricsError)
 
 
 def _page(
     runs: Mapping[str, RunTables],
     question: str,
+    verdict: str,
     tables: Sequence[RowTable],
     notes: Sequence[str],
     window: Slice | None,
 ) -> str:
-    data: dict[str, Any] = {"plots": run_plots(runs) if runs else []}
+    data: dict[str, Any] = {"plots": run_plots(runs) if runs else [], "picture": picture_of(runs) if runs else None}
     data["tables"] = [table.for_script() for table in tables]
     data["runs"] = [
         {"label": label, "timeline": timeline_of(run, window), "requests": inspected_requests(run)}
@@ -74,7 +78,7 @@ def _page(
     ]
     sections = []
     if runs:
-        sections.append(("result", "Result", comparison(runs)))
+        sections.append(("result", "Result", '<div id="picture"></div>' + comparison(runs)))
         sections.append(("plots", "Latency and load", '<div id="plot-area"></div>'))
     if tables:
         sections.append(("explore", "Points" if not runs else "Tables", tables_section(tables)))
@@ -92,6 +96,7 @@ def _page(
     return _asset("page.html").format(
         title=escape(question),
         question=escape(question),
+        verdict=f'<p class="verdict">{escape(verdict)}</p>' if verdict else "",
         links=links,
         body=body,
         style=_asset("report.css"),

@@ -102,15 +102,16 @@ def _tail(
     for label, found in latencies.items():
         values, counts = found[key]
         if len(values):
-            x = percentiles(values, TAIL, counts)
+            x = [1e3 * value for value in percentiles(values, TAIL, counts)]
             y = [100 - percent for percent in TAIL]
             traces.append({"name": label, "x": x, "y": y, "mode": "lines+markers", **_look(styles[label])})
+    traces = _coinciding(traces)
     # The last percentile, 100, would lie at 0, which a logarithmic axis does not have.
     for trace in traces:
         trace["y"] = [max(value, 0.005) for value in trace["y"]]
     percent = f"% that {share.partition(' that ')[2]}"
     layout = {
-        "xaxis": {"type": "log", "title": {"text": "seconds"}},
+        "xaxis": {"type": "log", "title": {"text": "ms"}},
         "yaxis": {"type": "log", "title": {"text": percent}, "range": [-2.4, 2.05]},
     }
     return {
@@ -120,6 +121,82 @@ def _tail(
         "traces": traces,
         "layout": layout,
     }
+
+
+def _coinciding(traces: list[Plot]) -> list[Plot]:
+    """Curves that agree in every point become one, named after all of them: the others would be hidden behind it."""
+    kept: list[Plot] = []
+    for trace in traces:
+        twin = next((one for one in kept if one["x"] == trace["x"] and one["y"] == trace["y"]), None)
+        if twin is None:
+            kept.append(dict(trace))
+        else:
+            twin["name"] = f"{twin['name']} = {trace['name']}"
+    return kept
+
+
+def picture_of(runs: Mapping[str, RunTables]) -> Plot:
+    """The picture at the top. Several runs: the two tails that a policy trades against each other, a point a run. One
+    run: every request's wait for its first token, by its arrival."""
+    if len(runs) == 1:
+        ((label, run),) = runs.items()
+        style = styles_for({label: run.config.get("policy")})[label]
+        rows = np.flatnonzero(~np.isnan(run.column("requests", "first_token_s").astype(np.float64)))
+        arrival = run.column("requests", "arrival_s")[rows]
+        waits = (run.column("requests", "first_token_s")[rows] - arrival) * 1e3
+        trace = {
+            "name": label,
+            "x": _short(arrival),
+            "y": _short(waits),
+            "mode": "markers",
+            "marker": {"color": style.colour, "size": 6, "opacity": 0.7},
+        }
+        layout = {
+            "xaxis": {"title": {"text": "arrival (s)"}},
+            "yaxis": {"title": {"text": "time to first token (ms)"}, "rangemode": "tozero"},
+            "showlegend": False,
+        }
+        return {"id": "picture", "title": "Wait for the first token", "says": "", "traces": [trace], "layout": layout}
+    styles = styles_for({label: run.config.get("policy") for label, run in runs.items()})
+    points: dict[tuple[float, float], list[str]] = {}
+    for label, run in runs.items():
+        tails = [run.summary.get(key) for key in ("ttft_s_p99", "tbt_s_p99")]
+        known = [float(value) for value in tails if isinstance(value, int | float) and value == value and value > 0]
+        if len(known) == 2:
+            points.setdefault((float(f"{known[0]:.4g}"), float(f"{known[1]:.4g}")), []).append(label)
+    traces = [
+        {
+            "name": " = ".join(labels),
+            "x": [1e3 * ttft],
+            "y": [1e3 * tbt],
+            "mode": "markers",
+            "marker": {**_look(styles[labels[0]])["marker"], "size": 12},
+        }
+        for (ttft, tbt), labels in points.items()
+    ]
+    layout = {
+        "xaxis": {"type": "log", "title": {"text": "TTFT P99 (ms)"}, **_ticks(traces, "x")},
+        "yaxis": {"type": "log", "title": {"text": "TBT P99 (ms)"}, **_ticks(traces, "y")},
+    }
+    return {
+        "id": "picture",
+        "title": "Both tails at once",
+        "says": "A point a run; lower left is better. Runs at the same point share it.",
+        "traces": traces,
+        "layout": layout,
+    }
+
+
+def _ticks(traces: list[Plot], side: str) -> dict[str, Any]:
+    """1, 2 and 5 of every decade around these points, written out."""
+    values = [value for trace in traces for value in trace[side]]
+    if not values:
+        return {}
+    low, high = min(values) / 1.5, max(values) * 1.5
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    at = [step * 10.0**decade for decade in decades for step in (1, 2, 5) if low <= step * 10.0**decade <= high]
+    bounds = [float(f"{np.log10(low):.4f}"), float(f"{np.log10(high):.4f}")]
+    return {"tickvals": at, "ticktext": [f"{value:,g}" for value in at], "range": bounds}
 
 
 def _load(runs: Mapping[str, RunTables], styles: Mapping[str, LineStyle]) -> list[Plot]:

@@ -8,6 +8,7 @@ digits.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -27,22 +28,45 @@ class RowTable:
     rows: Sequence[Mapping[str, Any]]
     axes: Sequence[str]
     note: str = ""
+    up: str = ""
+    """The column that the plot shows first; by default the first of goodput, TBT P99 and TTFT P99 that there is."""
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The rows as people read them: statistics of latencies in ms, under a name that says so."""
+        return [
+            {
+                in_ms(key): value * 1e3 if in_ms(key) != key and isinstance(value, int | float) else value
+                for key, value in row.items()
+            }
+            for row in self.rows
+        ]
 
     @property
     def columns(self) -> list[str]:
-        """Every key that any row has a value for, in the order of their first rows."""
-        return list(dict.fromkeys(key for row in self.rows for key, value in row.items() if value is not None))
+        """Every key that any shown row has a value for, in the order of their first rows."""
+        return list(dict.fromkeys(key for row in self.shown for key, value in row.items() if value is not None))
 
     def for_script(self) -> dict[str, Any]:
         """What the script draws from: every row, column by column."""
-        columns = {name: [_seven_digits(json_ready(row.get(name))) for row in self.rows] for name in self.columns}
+        rows = self.shown
+        columns = {name: [_seven_digits(json_ready(row.get(name))) for row in rows] for name in self.columns}
         return {
             "title": self.title,
             "axes": list(self.axes),
             "note": self.note,
+            "up": in_ms(self.up),
             "length": len(self.rows),
             "columns": columns,
         }
+
+
+_SECONDS = re.compile(r"_s_(?=(?:p[\d_]+|mean|max|min|std)(?:_low|_high)?$)")
+
+
+def in_ms(name: str) -> str:
+    """The name that a statistic of a latency has in ms: `tbt_s_p99` becomes `tbt_ms_p99`; others stay."""
+    return _SECONDS.sub("_ms_", name)
 
 
 def tables_section(tables: Sequence[RowTable]) -> str:
@@ -51,9 +75,9 @@ def tables_section(tables: Sequence[RowTable]) -> str:
 
 
 def _table(table: RowTable, number: int) -> str:
-    columns = table.columns
-    head = "".join(_heading(name, [row.get(name) for row in table.rows]) for name in columns)
-    shown = table.rows[:MOST_ROWS]
+    columns, rows = table.columns, table.shown
+    head = "".join(_heading(name, [row.get(name) for row in rows]) for name in columns)
+    shown = rows[:MOST_ROWS]
     body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in columns)}</tr>" for row in shown)
     title = escape(table.title)
     note = f"<p>{escape(table.note)}</p>" if table.note else ""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from metrics.drawing.text_tables import format_value
 from metrics.run_folder.folder import json_ready
 from metrics.run_folder.tables import RunTables
 
@@ -64,7 +63,7 @@ def _facts(label: str, run: RunTables) -> str:
         if trace
         else None,
         "KV": f"{config.get('num_blocks')} blocks of {config.get('block_size')} tokens",
-        "in the measured region": format_value("inside_share", run.summary.get("inside_share")),
+        "time that rests on measurements": _measured(config),
         "seed": config.get("seed"),
         "versions": ", ".join(f"{name} {version}" for name, version in (config.get("versions") or {}).items()),
     }
@@ -83,7 +82,14 @@ def _facts(label: str, run: RunTables) -> str:
     )
 
 
+def _measured(config: Mapping[str, Any]) -> str | None:
+    evidence = config.get("cost_evidence")
+    share = evidence.get("measured_share") if isinstance(evidence, Mapping) else None
+    return f"{share:.0%}" if isinstance(share, int | float) else None
+
+
 def _knobs(knobs: Any) -> str:
     if not isinstance(knobs, Mapping) or not knobs:
         return ""
-    return "(" + ", ".join(f"{name} {value}" for name, value in knobs.items()) + ")"
+    plain = {name: value for name, value in knobs.items() if isinstance(value, bool | int | float | str)}
+    return "(" + ", ".join(f"{name} {value}" for name, value in plain.items()) + ")"

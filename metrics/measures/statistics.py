@@ -21,26 +21,54 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 def percentiles(values: NDArray[np.generic], q: Sequence[float], weights: Ints | None = None) -> list[float]:
     """The q-th percentiles (0 to 100) of `values`, each counted `weights` times; NaN where there is no value."""
-    if weights is None:
-        total, cumulative, ordered = len(values), None, np.sort(values)
-    else:
-        order = np.argsort(values, kind="stable")
-        ordered, cumulative = values[order], np.cumsum(weights[order])
-        total = int(cumulative[-1]) if len(cumulative) else 0
+    total = len(values) if weights is None else int(weights.sum())
     if not total:
         return [math.nan] * len(q)
-
-    def at(position: int) -> float:
-        return float(ordered[position if cumulative is None else np.searchsorted(cumulative, position, side="right")])
-
+    wanted = [percent / 100 * (total - 1) for percent in q]
+    places = sorted({min(math.floor(position) + more, total - 1) for position in wanted for more in (0, 1)})
+    if weights is None:
+        ordered = np.sort(values)
+        at = {place: float(ordered[place]) for place in places}
+    else:
+        at = dict(zip(places, _counted_at(values, weights, places)))
     found = []
-    for percent in q:
-        position = percent / 100 * (total - 1)
+    for position in wanted:
         below = math.floor(position)
-        low, high = at(below), at(min(below + 1, total - 1))
+        low, high = at[below], at[min(below + 1, total - 1)]
         share = position - below
         # The side that numpy interpolates from, so that the results are equal to the last bit.
         found.append(high - (high - low) * (1 - share) if share >= 0.5 else low + (high - low) * share)
+    return found
+
+
+MANY, BINS = 100_000, 1 << 16
+
+
+def _counted_at(values: NDArray[np.generic], weights: Ints, places: Sequence[int]) -> list[float]:
+    """What stands at these places where every value stands in order, as often as it counts.
+
+    Of many values only those near a place are sorted: the others are counted in bins of equal width.
+    """
+    span = float(values.max() - values.min()) if len(values) > MANY else 0.0
+    if not 0 < span < math.inf:
+        order = np.argsort(values, kind="stable")
+        ordered, cumulative = values[order], np.cumsum(weights[order])
+        return [float(ordered[np.searchsorted(cumulative, place, side="right")]) for place in places]
+    bins = ((values - values.min()) * ((BINS - 1) / span)).astype(np.int64)
+    held = np.bincount(bins, weights, BINS).astype(np.int64)
+    reached = np.cumsum(held)
+    own = np.searchsorted(reached, places, side="right")
+    near = np.zeros(BINS, np.bool_)
+    near[own] = True
+    near_places = near[bins].nonzero()[0]
+    bins, values, weights = bins[near_places], values[near_places], weights[near_places]
+    found = []
+    for place, number in zip(places, own.tolist()):
+        inside = bins == number
+        before = int(reached[number] - held[number])
+        order = np.argsort(values[inside], kind="stable")
+        cumulative = np.cumsum(weights[inside][order])
+        found.append(float(values[inside][order][np.searchsorted(cumulative, place - before, side="right")]))
     return found
 
 

@@ -22,7 +22,7 @@ from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
-from metrics.measures.tenants import tenant_summary
+from metrics.measures.tenants import program_summary, tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
@@ -119,6 +119,7 @@ class _Whole:
             ),
             **_bubbles(run),
             **tenant_summary(run),
+            **program_summary(run),
             **rank_summary(run),
         }
 
@@ -302,7 +303,11 @@ def _iterations(
     budget, blocks = _setting(config, "token_budget"), _setting(config, "num_blocks")
     held = held_ns(run)[inside_window]
     device_ns = run.column_ns("iterations", "device_s")[inside_window]
-    busy_s = math.fsum((device_ns * share_inside(run, start_s)[inside_window]).tolist()) / 1e9
+    share = share_inside(run, start_s)[inside_window]
+    # Exact whatever the order: whole nanoseconds by themselves, and the few that lie in the window in part.
+    partly = (share != 1).nonzero()[0]
+    whole_ns = int(device_ns.sum()) - int(device_ns[partly].sum())
+    busy_s = math.fsum([whole_ns, *(device_ns[partly] * share[partly]).tolist()]) / 1e9
     host_ns = sum(
         int(run.column_ns("iterations", f"host_{when}_s")[inside_window].sum()) for when in ("before", "after")
     )

@@ -12,13 +12,24 @@ def held_ns(run: RunTables) -> NDArray[np.int64]:
     """Per iteration, nanoseconds from its plan until its engine's next plan, or until its end if that is sooner."""
     replica = run.engines("iterations")
     planned, end = run.column_ns("iterations", "planned_s"), run.column_ns("iterations", "end_s")
-    order = np.lexsort((run.column("iterations", "iteration"), replica))
+    order = _in_order(replica, run.column("iterations", "iteration"))
     until = end[order]
     same = replica[order][1:] == replica[order][:-1]
     until[:-1] = np.where(same, np.minimum(until[:-1], planned[order][1:]), until[:-1])
     held = np.empty_like(until)
     held[order] = np.maximum(until - planned[order], 0)
     return held
+
+
+def _in_order(replica: NDArray[np.integer], number: NDArray[np.integer]) -> NDArray[np.intp]:
+    """Where the iterations of each replica stand, by number. They are written in that order, replica by replica or with
+    those of others between: then replicas are told apart, and nothing is sorted."""
+    few = len(replica) and int(replica.min()) >= 0 and int(replica.max()) < 1 << 15
+    order = np.argsort(replica.astype(np.int16) if few else replica, kind="stable")
+    numbers, replicas = number[order], replica[order]
+    if np.any((numbers[1:] < numbers[:-1]) & (replicas[1:] == replicas[:-1])):
+        return np.lexsort((number, replica))
+    return order
 
 
 def share_inside(run: RunTables, start_s: float) -> NDArray[np.float64]:

@@ -64,6 +64,7 @@ class Lockstep:
     served: dict[object, list[int]]
     # Requests that are done and end with the last of their batch, by id, and the micro-batch that they were in.
     withheld: dict[int, tuple[Track, Cohort | None]]
+    _left_out: list[Speculator]
     _cohorts: int
     _batches: int
     _only_now: bool
@@ -386,13 +387,18 @@ class Lockstep:
         Whoever was preempted or withdrawn while the batch was in flight gets nothing.
         """
         finished = []
-        for cohort, track, _, _, placeholders in batch.verified:
+        for cohort, track, width, _, placeholders in batch.verified:
             if track.cohort is not cohort:
                 batch.delivered.append((0, 0))
                 continue
             request_id = track.request.id
             before = len(cohort.times)
-            delivered = cohort.receive(0 if placeholders else batch.accepted.get(request_id, 0), now_ns)
+            accepted = 0 if placeholders else batch.accepted.get(request_id, 0)
+            delivered = cohort.receive(accepted, now_ns)
+            if not placeholders:
+                track.drafts_accepted += accepted
+                if accepted < width - 1:
+                    track.rejections += 1
             batch.delivered.append((before, delivered))
             if not self.chase_decodes:
                 track.drafts = batch.proposed.get(request_id, 0)
@@ -495,12 +501,26 @@ class Lockstep:
                     cohort.track.closing = True
                     self.queues.parts.remove(cohort)
                     self.queues.parts_changed()
+                elif cohort.context_total >= self.max_model_len - 1:
+                    # If all in flight is accepted it has come to the longest sequence: this plan leaves it out.
+                    self.queues.parts.remove(cohort)
+                    self.queues.parts_changed()
+                    self._left_out.append(cohort)
                 continue
             for track in cohort.exhausted():
                 cohort.leave(track, deliver=True)
                 track.closing = True
                 cohort.closing.setdefault(cohort.planned, []).append(track)
         self._drop_empty_parts()
+
+    def _take_back_in(self) -> None:
+        """Those that the plan just made was not to see are running as before."""
+        parts = self.queues.parts
+        parts += self._left_out
+        self._left_out = []
+        # Nothing but tracks and decodes of one: all of them have one place in the order of admission.
+        parts.sort(key=_place)
+        self.queues.parts_changed()
 
     def _reopen(self, track: Track) -> None:
         """A member set aside for its last token will not receive it after all."""
@@ -521,3 +541,7 @@ class Lockstep:
         self.retired += [part for part in parts if isinstance(part, Cohort) and not part.size]
         parts[:] = kept
         self.queues.parts_changed()
+
+
+def _place(part: Cohort | Track) -> int:
+    return part.order if isinstance(part, Track) else part.last_admitted.order

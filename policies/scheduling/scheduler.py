@@ -108,6 +108,7 @@ class Scheduler(Roster):
         self._cohorts = 0
         self._batches = 0
         self._stopped: list[Track] = []
+        self._left_out = []
         self._only_now = False
 
     @property
@@ -144,6 +145,8 @@ class Scheduler(Roster):
                 break
             if not self.handover.reclaim():
                 break
+        if self._left_out:
+            self._take_back_in()
         self.alarm_ns = draft.alarm_ns
         self._only_now = draft.only_now
         if not draft.parts:

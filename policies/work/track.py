@@ -23,6 +23,7 @@ class Track:
     produced: tokens delivered in closed segments; a member of a cohort owes the rest to the cohort's steps.
     ends_after: output tokens after which the oracle ends it (never more than the declared limit).
     drafts: tokens drafted for it after its last step, to be verified in its next (only with speculation).
+    drafts_accepted, rejections: drafts accepted so far, and steps in which one was not.
     blocks: KV blocks held when the request last joined a cohort, or now if it is in none.
     table, extents, named_blocks: what it holds, as its ledger writes it down: block ids, or the extents of its first
         named_blocks blocks (see `policies.kv_memory.extent_ledger`).
@@ -40,6 +41,7 @@ class Track:
         "computed",
         "decodes_from",
         "drafts",
+        "drafts_accepted",
         "ends_after",
         "epoch",
         "extents",
@@ -55,6 +57,7 @@ class Track:
         "preemptions",
         "produced",
         "reason",
+        "rejections",
         "request",
         "segment_start",
         "segments",
@@ -70,7 +73,7 @@ class Track:
         self.computed = computed
         self.chunks_in_flight = 0
         self.closing = False
-        self.drafts = 0
+        self.drafts = self.drafts_accepted = self.rejections = 0
         self.hands_over = False
         self.cohort: Cohort | None = None
         self.base = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     app.command(name="import")(import_command)
     app.command(name="fit")(fit_command)
+    app.command(name="fit-experts")(fit_experts_command)
     app.command(name="refine")(refine_command)
     app.command(name="report")(report_command)
     app.command(name="compare")(compare_command)
@@ -28,13 +29,20 @@ def import_command(
     path: Annotated[Path, typer.Argument(help="folder or file of that project")],
     out: Annotated[Path, typer.Option("--out", help="profile to write, .parquet or .csv")],
     tensor_parallel: Annotated[int | None, typer.Option("--tp", help="only this degree")] = None,
+    weights: Annotated[str | None, typer.Option(help="of products (aiconfigurator): bfloat16, fp8, fp8_block")] = None,
+    window: Annotated[int | None, typer.Option(help="attention with this window alone (aiconfigurator)")] = None,
 ) -> None:
     """Turn another project's measurements into a profile."""
     from profiler.measurements.importers import import_profile
     from profiler.measurements.profile import write_profile
 
     _check_target(out, ".parquet", ".csv")
-    options = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
+    options: dict[str, Any] = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
+    for name, value in (("weights", weights), ("window", window)):
+        if value is not None:
+            if kind != "aiconfigurator":
+                raise ProfileError(f"--{name}: {kind} has one kind alone; leave it out")
+            options[name] = value
     profile = import_profile(kind, path, **options)
     write_profile(profile, out)
     counts = profile.table["operator"].value_counts()
@@ -76,6 +84,29 @@ def fit_command(
         print(f"  {warm:,} GEMMs are cache-warm (below their weights' bytes at full bandwidth) and were not fitted")
     for name, error in fit.errors.items():
         print(f"  {name:32} left out: median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}")
+
+
+def fit_experts_command(
+    folder: Annotated[Path, typer.Argument(help="a card's folder of kernel tables (aiconfigurator)")],
+    gpu: Annotated[str, typer.Option(help="name in the hardware table")],
+    out: Annotated[Path, typer.Option("--out", help="file to write (.json; arrays beside it)")],
+    check: Annotated[
+        bool, typer.Option(help="predict layers with whole structures left out, and store the errors")
+    ] = True,
+) -> None:
+    """Fit a card's tables of experts, latent attention and collectives."""
+    from profiler.measurements.importers.aiconfigurator_kernels import fit_card
+    from profiler.operators.card_kernels import write_card
+    from profiler.specs.hardware import load_hardware
+
+    _check_target(out, ".json")
+    card = fit_card(folder, load_hardware(gpu), check=check)
+    write_card(card, out)
+    print(f"{out}: {card.gpu}, experts in {', '.join(card.experts) or 'nothing'}")
+    for fit in card.experts.values():
+        for left, error in fit.errors.items():
+            line = f"median {error['median']:6.2%}  P95 {error['p95']:6.2%}  of {error['count']:.0f}"
+            print(f"  {fit.number_format:12} {left:14} left out: {line}")
 
 
 def _check_target(out: Path, *suffixes: str) -> None:

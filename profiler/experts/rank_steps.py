@@ -29,16 +29,20 @@ class RankSteps:
     stage_ns: Any
     repeat_ns: Any
 
+    def run_rows(self, rows: int) -> int:
+        """Rows that are run for so many, padding included."""
+        return rows
+
     def ranks_ns(self, shapes: Sequence[BatchShape]) -> list[Ns]:
         """Device time of each rank's part of one step."""
-        rows = [shape.rows for shape in shapes]
+        rows = [self.run_rows(shape.rows) for shape in shapes]
         together = self._shared.at(sum(rows))
         alike = self._shared.at
         return [self.stage_ns(shape) - alike(self.ranks * own) + together for shape, own in zip(shapes, rows)]
 
     def repeat_ranks_ns(self, shapes: Sequence[BatchShape], steps: int) -> NDArray[np.int64]:
         """[ranks, steps]: ranks_ns of steps in which every decode's context grows by one a step."""
-        rows = [shape.rows for shape in shapes]
+        rows = [self.run_rows(shape.rows) for shape in shapes]
         together = self._shared.at(sum(rows))
         each = [self.repeat_ns(shape, steps) - self._shared.at(self.ranks * own) for shape, own in zip(shapes, rows)]
         return np.stack(each) + together

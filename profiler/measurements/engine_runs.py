@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -92,12 +92,38 @@ def closed_loop_runs() -> list[ClosedLoopRun]:
     return _rows(ClosedLoopRun, FACTS / "engine_closed_loops.csv")
 
 
+@dataclass(frozen=True)
+class Correction:
+    """A label of some closed loops that cannot be right: rows whose `doubt` begins so and whose `field` says `found`
+    are taken to say `taken` instead."""
+
+    doubt: str
+    field: str
+    found: str
+    taken: str
+    reason: str
+
+
+def corrections() -> list[Correction]:
+    """engine_label_corrections.csv."""
+    return _rows(Correction, FACTS / "engine_label_corrections.csv")
+
+
+def corrected(run: ClosedLoopRun) -> ClosedLoopRun:
+    """The row with labels as they have to be; times are never touched."""
+    changes = {}
+    for one in corrections():
+        if run.doubt.startswith(one.doubt) and str(getattr(run, one.field)) == one.found:
+            changes[one.field] = type(getattr(run, one.field))(one.taken)
+    return replace(run, **changes)
+
+
 def rate_runs() -> list[RateRun]:
     """All rows of engine_rates.csv, by rate."""
     return _rows(RateRun, FACTS / "engine_rates.csv")
 
 
-Row = TypeVar("Row", ClosedLoopRun, RateRun)
+Row = TypeVar("Row", ClosedLoopRun, RateRun, Correction)
 
 
 def _rows(kind: type[Row], path: Path) -> list[Row]:

@@ -16,6 +16,7 @@ from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.engine_terms import EngineTerms
 from profiler.operators.fitting.error_sizes import Spread
 from profiler.operators.laws.physical_floor import GemmFloor
+from profiler.operators.mixed_attention import MixedTables
 from profiler.roofline.row_table import TABLED_ROWS
 
 RowTerms = Callable[[NDArray[np.float64]], Mapping[str, NDArray[np.float64]]]
@@ -95,7 +96,9 @@ class Engine:
     (`profiler.operators.fitting.error_factors`); spreads: errors that
     differ from shape to shape (`profiler.operators.fitting.error_sizes`); gemms: (n, k) of each linear layer, none
     of which beats the floor; operators: what each of the row operators rests on; kernels: launches a layer; tp:
-    devices a stage; sustained: least microseconds a row of a linear layer, where the card's clocks fall.
+    devices a stage; ranks: data-parallel ranks whose experts work together, and together: microseconds of the mean
+    layer of what they do together, by the rows of all of them (layer_rows has it as if all ran the same); sustained:
+    least microseconds a row of a linear layer, where the card's clocks fall.
     """
 
     name: str
@@ -104,7 +107,7 @@ class Engine:
     first_rows: RowTerms
     last_rows: RowTerms
     sampled: RowTerms
-    attention: AttentionTables
+    attention: AttentionTables | MixedTables
     region: Region
     terms: EngineTerms
     floor: GemmFloor
@@ -112,6 +115,8 @@ class Engine:
     tile: int = 128
     tp: int = 1
     kernels: int = 0
+    ranks: int = 1
+    together: RowTerms | None = None
     sustained: Mapping[str, float] = field(default_factory=dict)
     half_widths: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, Spread] = field(default_factory=dict)

@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 from policies.work.batch import BatchShape
 from policies.work.request import Ns
 from profiler.evidence import ASSUMED, BY_LAW, BY_LINK, BY_OTHER_LAYOUT, Part
+from profiler.experts.rank_steps import RankSteps
 from profiler.operators.attention_lookup import AttentionLookup
+from profiler.operators.attention_tables import AttentionTables
 from profiler.operators.composed_engine import Engine, RisingTerms, RowTerms
 from profiler.operators.drawn_errors import DrawnAttention, ErrorField
 from profiler.operators.fitting.error_factors import factors
 from profiler.operators.fitting.error_sizes import Spread
 from profiler.operators.laws.measured_grid import MeasuredGrid
+from profiler.operators.mixed_attention import MixedLookup, kinds_of
+from profiler.operators.mixed_attention import changed as attention_changed
 from profiler.roofline.row_table import TABLED_ROWS, RowTable
 from profiler.specs.shape_columns import ShapeColumns
 
@@ -47,7 +51,9 @@ class FittedModel:
         self.layer_split = engine.layer_split
         self.stages = len(engine.layer_split)
         self._attention = engine.attention
-        self._lookup: AttentionLookup = engine.attention.lookup
+        self._lookup: AttentionLookup | MixedLookup = engine.attention.lookup
+        self.ranks = engine.ranks
+        self._shared = RowTable(self._shared_terms, 64)
         self._rows = [RowTable(partial(self._row_terms, stage), 2048) for stage in range(self.stages)]
         self._rows_ns: list[list[int]] = [table.ns for table in self._rows]
         self._sampled = RowTable(self._sampled_terms, 256)
@@ -95,6 +101,13 @@ class FittedModel:
                 # Less than nothing explains takes no more than what lies above the floor.
                 terms["unexplained"] = np.maximum(engine.terms.step_us, least - sum(terms.values()))
         return {name: np.where(rows > 0, np.floor(us * 1e3 + 0.5), 0.0).astype(np.int64) for name, us in terms.items()}
+
+    def _shared_terms(self, rows: Column) -> dict[str, Column]:
+        """What all ranks do together for the rows of all of them, one stage; they step by as many rows as are run."""
+        us = self.engine.together(rows.astype(np.float64)) if self.engine.together is not None else {}
+        layers = self.engine.layer_split[0]
+        terms = {name: np.floor(each * layers * 1e3 + 0.5) for name, each in us.items()}
+        return {name: np.where(rows > 0, ns, 0.0).astype(np.int64) for name, ns in terms.items()} or {"": rows * 0}
 
     def _sampled_terms(self, sampled: Column) -> dict[str, Column]:
         rows = sampled.astype(np.float64)
@@ -348,26 +361,11 @@ class FittedModel:
         return list(parts.values())
 
     def _attention_measured(self, columns: ShapeColumns) -> NDArray[np.bool_]:
-        """Whether each batch lies in a cell of the grid of its kind; batches of several chunks were not measured."""
-        grids: Mapping[str, MeasuredGrid] = getattr(self._attention.source, "grids", {})
-        window, inside = self._attention.window, np.zeros(len(columns), bool)
-        chunks, decodes = np.diff(columns.chunk_offsets), columns.decodes
-        mean = columns.decode_context_total / np.maximum(decodes, 1)
-        mean = np.minimum(mean, window) if window else mean
-        prefix = np.minimum(columns.chunk_prefix, window) if window else columns.chunk_prefix
-        for kind, some in (
-            ("decode", (chunks == 0) & (decodes > 0)),
-            ("prefill", (chunks == 1) & (decodes == 0)),
-            ("mixed", (chunks == 1) & (decodes > 0)),
-        ):
-            at = np.flatnonzero(some)
-            if not len(at) or kind not in grids:
-                continue
-            first = columns.chunk_offsets.take(at)
-            of_chunk = () if kind == "decode" else (columns.chunk_tokens.take(first), prefix.take(first))
-            of_decodes = () if kind == "prefill" else (decodes.take(at), mean.take(at))
-            inside[at] = grids[kind].holds(*of_chunk, *of_decodes)
-        inside[(chunks == 0) & (decodes == 0)] = True
+        """Whether each batch lies in a cell of the grid of its kind, in every kind of layers; batches of several chunks
+        were not measured."""
+        inside = np.ones(len(columns), bool)
+        for tables in kinds_of(self._attention):
+            inside &= _measured_by(tables, columns)
         return inside
 
     def _attention_ns(self, shape: BatchShape) -> float:
@@ -415,7 +413,10 @@ class FittedModel:
                 engine.operators,
             )
 
-        source = DrawnAttention(engine.attention, fields, drawn)
+        def drawn_attention(tables: AttentionTables) -> AttentionTables:
+            source = DrawnAttention(tables, fields, drawn)
+            return tables.of(source) if source.differs else tables
+
         slower, terms = drawn.get("host", 1.0), asdict(engine.terms)
         host = {name: value * slower for name, value in terms.items() if name.startswith("host_")}
         changed = replace(
@@ -425,12 +426,13 @@ class FittedModel:
             first_rows=scaled(engine.first_rows),
             last_rows=scaled(engine.last_rows),
             sampled=scaled(engine.sampled),
-            attention=engine.attention.of(source) if source.differs else engine.attention,
+            attention=attention_changed(engine.attention, drawn_attention),
+            together=scaled(engine.together) if engine.together is not None else None,
             terms=replace(engine.terms, **host),
             sustained={name: us * drawn.get("sustained", 1.0) for name, us in engine.sustained.items()},
             provenance={**engine.provenance, "perturbed": {"seed": seed, "factors": drawn}},
         )
-        return FittedModel(changed)
+        return fitted(changed)
 
     def provenance(self) -> Mapping[str, object]:
         engine = self.engine
@@ -445,6 +447,45 @@ class FittedModel:
             "region": asdict(engine.region),
             **engine.provenance,
         }
+
+
+class RankedFit(RankSteps, FittedModel):
+    """Of a model with experts over data-parallel ranks."""
+
+    @property
+    def graph_rows(self) -> int:  # type: ignore[override]
+        return self._graph_rows
+
+    def run_rows(self, rows: int) -> int:
+        return int(self.engine.terms.padded(np.array([rows]))[0])
+
+
+def fitted(engine: Engine) -> FittedModel:
+    """The cost model of an engine."""
+    return RankedFit(engine) if engine.ranks > 1 else FittedModel(engine)
+
+
+def _measured_by(tables: AttentionTables, columns: ShapeColumns) -> NDArray[np.bool_]:
+    grids: Mapping[str, MeasuredGrid] = getattr(tables.source, "grids", {})
+    window, inside = tables.window, np.zeros(len(columns), bool)
+    chunks, decodes = np.diff(columns.chunk_offsets), columns.decodes
+    mean = columns.decode_context_total / np.maximum(decodes, 1)
+    mean = np.minimum(mean, window) if window else mean
+    prefix = np.minimum(columns.chunk_prefix, window) if window else columns.chunk_prefix
+    for kind, some in (
+        ("decode", (chunks == 0) & (decodes > 0)),
+        ("prefill", (chunks == 1) & (decodes == 0)),
+        ("mixed", (chunks == 1) & (decodes > 0)),
+    ):
+        at = np.flatnonzero(some)
+        if not len(at) or kind not in grids:
+            continue
+        first = columns.chunk_offsets.take(at)
+        of_chunk = () if kind == "decode" else (columns.chunk_tokens.take(first), prefix.take(first))
+        of_decodes = () if kind == "prefill" else (decodes.take(at), mean.take(at))
+        inside[at] = grids[kind].holds(*of_chunk, *of_decodes)
+    inside[(chunks == 0) & (decodes == 0)] = True
+    return inside
 
 
 def find_fitted(gpu: str) -> Any:

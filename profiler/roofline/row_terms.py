@@ -117,6 +117,9 @@ class RowTerms:
             add("quantise", 1.0, inputs * (self._act + 1.0) * r / self._bytes_per_ns)
         if self.tp > 1:
             add("all_reduce", 1.0 + dense, self._all_reduce_ns(r))
+            if model.qk_norm_whole:
+                # Each device has some of the heads that a norm goes over: their squares are added up.
+                add("norm_all_reduce", 1.0, self._over_link_ns(2.0 * (self.tp - 1) / self.tp * 8.0, r))
         for exchange in exchanges(model, self.layout) if model.experts else ():
             if not exchange.everywhere:
                 add(exchange.operation, 1.0 - dense, self._exchange_ns(exchange, r))

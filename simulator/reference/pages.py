@@ -14,6 +14,7 @@ from policies.contract.policy import Policy
 from policies.decode_maximal import DecodeMaximal
 from policies.dynamic_chunk import DynamicChunk
 from policies.fair.predicted_sjf import PredictedSjf
+from policies.goodput_drafts import GoodputDrafts
 from policies.orca import Orca
 from policies.prefill_priority import PrefillPriority
 from policies.request_level import RequestLevel
@@ -409,6 +410,7 @@ def _candidates(
 
 PAGES: Mapping[type[Policy], Callable[[Plan, Any], None]] = {
     Chunked: chunked,
+    GoodputDrafts: chunked,
     DecodeMaximal: decode_maximal,
     DynamicChunk: dynamic_chunk,
     Orca: orca,

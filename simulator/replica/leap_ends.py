@@ -102,8 +102,8 @@ def ends_ahead(
         steps = min(steps, room // device_ns + 2)
     terms = costs.repeat_terms
     line = terms(shape) if terms is not None else None
-    kv = slope = offset = 0.0
-    step = rest = 0
+    kv = step = rest = 0
+    slope = offset = 0.0
     given: list[Ns] = []
     if line is None or steps >= WORTH_AN_ARRAY:
         if line is None:

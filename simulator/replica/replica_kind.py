@@ -159,7 +159,9 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         raise SimulationError(f"--afd with --tp {config.tp} --pp {config.pp}: expected the devices inside --afd alone")
     model, _ = load_model_spec(config.model).served_as(config.dtype, config.weight_dtype)
     _check_ranks(config, model)
-    max_model_len = config.max_model_len or min(trace.longest, model.context_length)
+    # Beside it there is room for two widths in flight, so that no draft is cut by what is only the trace's longest.
+    room = 0 if speculation is None else 2 * (1 + speculation.tokens)
+    max_model_len = config.max_model_len or min(trace.longest + room, model.context_length)
     if cost is None:
         cost = _apart_cost(config, model, gpu, max_model_len) if config.afd else _cost(config, model, gpu, config.tp)
     cost = packed_cost(config, cost, make_apart(config.afd).attention if config.afd else config.tp)

@@ -268,7 +268,9 @@ def _played(folder: Path, trace: Trace, seed: int) -> Acceptance:
     played: dict[tuple[int, int], tuple[int, int]] = {}
     columns = (column.tolist() for column in (drafts.request, drafts.position, drafts.verified, drafts.accepted))
     for row, place, verified, accepted in zip(*columns):
-        if row >= len(trace) or prompts.get(row) != int(trace.prompt_tokens[row]):
+        if row >= len(trace):
+            continue  # that run served more requests
+        if prompts.get(row) != int(trace.prompt_tokens[row]):
             raise SimulationError(
                 f"--acceptance requests={folder}: its request {row} has {prompts.get(row)} prompt tokens, which is not "
                 f"that of {trace.name}; curve={folder} takes the curve alone"

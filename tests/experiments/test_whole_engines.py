@@ -12,13 +12,14 @@ from experiments.vllm.whole_engines import (
     predict_rate,
 )  # fmt: skip
 
-SMALL = [run for run in known_loops("b") if run.concurrency <= 16 and run.output_tokens == 128]
+PLAIN = {half: [run for run in known_loops(half) if run.dtype == "bf16"] for half in "ab"}
+SMALL = [run for run in PLAIN["b"] if run.concurrency <= 16 and run.output_tokens == 128]
 
 
 def test_halves_are_apart_and_copies_are_left_out():
     a, b = (known_loops(half) for half in "ab")
     assert not {run.id for run in a} & {run.id for run in b}
-    assert (len(a), len(b)) == (42, 48)
+    assert [len(PLAIN[half]) for half in "ab"] == [42, 48]
     assert {run.half for run in a} == {"a"}
     assert not any(run.same_as for run in [*a, *b])
 
@@ -35,3 +36,14 @@ def test_a_rate_below_saturation_is_an_open_loop_and_one_beyond_it_tells_a_rate(
     assert set(predict_rate(slow, ABLATION[0]).predicted) == {"ttft", "tpot", "e2e"}
     found = predict_rate(fast, ABLATION[0])
     assert found.error("rate") == pytest.approx(0.0, abs=0.1)
+
+
+def test_engines_with_experts_and_few_bits_come_near_what_was_measured_of_them():
+    """One row of the half that judges of each of three models; nothing was fitted on any of them."""
+    few = [run for run in known_loops("b") if run.dtype != "bf16" and run.output_tokens == 1024]
+    one_each = {run.model: run for run in few if run.concurrency == 16}
+    assert set(one_each) == {"gpt-oss-120b", "llama-3.1-70b", "minimax-m2.5"}
+    for run in one_each.values():
+        row = predict_loop(run, ABLATION[0])
+        assert abs(row.error("e2e")) < 0.2
+        assert abs(row.error("tpot")) < 0.2

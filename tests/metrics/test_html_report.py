@@ -14,9 +14,12 @@ import pytest
 
 from metrics import MetricsError, RunTables, summarise
 from metrics.html_report import RowTable, write_report
+from metrics.html_report.plots import run_plots
 from metrics.html_report.requests import inspected_requests
 from metrics.html_report.timeline import Slice, timeline_of
+from metrics.html_report.verdict import verdict_of
 from metrics.pipelines.stage_schedule import schedules
+from metrics.run_folder.columns import TABLES
 from simulator import replay
 from workloads import Trace, generate
 
@@ -134,8 +137,8 @@ def test_the_page_holds_its_tables_without_a_script(tmp_path: Path) -> None:
     page = write_report(tmp_path / "report.html", question="What?", tables=[table])
     before_scripts = page.read_text(encoding="utf-8").partition("<script")[0]
     cells = re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", before_scripts)
-    assert cells[:4] == ["chunk size", "note", "tbt s p99", "ok"]
-    assert cells[4:] == ["1,234", "&lt;b&gt;", "0.01235", "-", "5", "-", "-", "true"]
+    assert cells[:4] == ["chunk size", "note", "tbt ms p99", "ok"]
+    assert cells[4:] == ["1,234", "&lt;b&gt;", "12.35", "-", "5", "-", "-", "true"]
     assert "what they are" in before_scripts
 
 
@@ -303,3 +306,47 @@ def test_everything_can_be_done_with_the_keyboard(browser: Any, runs: dict[str, 
     canvas.send_keys("w", "n")
     assert "Request" in told.text
     assert browser.get_log("browser") == []
+
+
+def two_summaries(first: dict[str, Any], second: dict[str, Any]) -> dict[str, RunTables]:
+    """Two runs of one setting with these summaries."""
+    config = {"world": "simulated", "model": "m", "gpu": "g", "cost_kind": "roofline"}
+    empty = dict.fromkeys(TABLES, Path())
+    return {name: RunTables(empty, dict(config), summary=own) for name, own in (("a", first), ("b", second))}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            (1.0, 0.1),
+            (2.0, 0.05),
+            "No run leads in both tails: a has the shortest TTFT P99 (1 s), b the shortest TBT P99 (50 ms).",
+        ),
+        ((1.0, 0.1), (2.0, 0.2), "a leads in both tails: TTFT P99 1 s, TBT P99 100 ms."),
+        (
+            (1.0, 0.1),
+            (1.005, 0.1),
+            "This load does not separate the runs: TTFT P99 1 s and TBT P99 100 ms in all of them.",
+        ),
+    ],
+)
+def test_the_first_sentence_says_who_leads(first: tuple[float, float], second: tuple[float, float], said: str) -> None:
+    runs = two_summaries(*({"ttft_s_p99": ttft, "tbt_s_p99": tbt} for ttft, tbt in (first, second)))
+    assert verdict_of(runs) == said
+
+
+def test_goodput_decides_where_an_objective_was_set_and_strangers_are_not_ranked() -> None:
+    runs = two_summaries(
+        {"goodput_requests_per_s": 3.0, "overloaded": True}, {"goodput_requests_per_s": 4.0, "ttft_s_p99": 9.0}
+    )
+    assert verdict_of(runs).startswith("b serves most within the objective: 4 requests/s. a is overloaded")
+    runs["b"].config["gpu"] = "other"
+    assert verdict_of(runs).startswith("These runs cannot be ranked")
+
+
+def test_curves_that_coincide_are_one_and_say_so(trace: Trace) -> None:
+    same = run_of("chunked", trace)
+    plots = run_plots({"one": same, "two": same})
+    assert [one["name"] for one in plots[0]["traces"]] == ["one = two"]
+    assert plots[0]["layout"]["xaxis"]["title"]["text"] == "ms"

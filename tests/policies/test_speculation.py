@@ -16,10 +16,12 @@ from policies import (
     Request,
     Scheduler,
     Speculation,
+    Track,
     Verified,
     make_policy,
     policy_names,
 )
+from policies.goodput_drafts import GoodputDrafts, expected_tokens
 from policies.kv_memory.swap import HostMemory, Swap
 
 BLOCK = 4
@@ -263,3 +265,60 @@ def test_no_token_or_block_is_lost_whatever_is_accepted(
     assert ledger.free_blocks == blocks
     assert scheduler.queues.decode_tokens_promised == scheduler.queues.prefill_tokens == 0
     assert scheduler.queues.num_running == scheduler.queues.in_flight_batches == 0
+
+
+def test_goodput_drafts_as_many_as_are_worth_their_rows():
+    """Time 10 + a row each: with acceptance a, k drafts give (1 - a^(k+1)) / (1 - a) tokens a request in 10 + n (1 + k).
+
+    One request, a = 0.8: 1 / 11, 1.8 / 12, 2.44 / 13, 2.952 / 14 and 3.3616 / 15 rise to k = 4. A hundred: 1 / 110
+    against 1.8 / 210 and less: none is worth it.
+    """
+    policy = GoodputDrafts(expected=0.8)
+    host = Host(speculation=Speculation.parse("ngram:4"), estimator=lambda shape: 10 + shape.rows)
+    tracks = [Track(Request(number, 0, 5, 20), 20) for number in range(100)]
+    assert policy.drafts_worth(tracks[:1], host) == 4
+    assert policy.drafts_worth(tracks, host) == 0
+    assert expected_tokens(0.8, 4) == pytest.approx(3.3616)
+    assert expected_tokens(1.0, 4) == 5
+    # Four counted on with 0.8; three rejections and no acceptance since: 3.2 / 7.
+    tracks[0].rejections = 3
+    assert policy.acceptance_of(tracks[:1]) == pytest.approx(3.2 / 7)
+
+
+def test_goodput_drafts_less_the_more_run():
+    def drafted(requests):
+        scheduler = Scheduler(
+            make_policy("goodput_drafts", {"expected": 0.7}),
+            CountingLedger(5000, BLOCK, 256),
+            Host(speculation=Speculation.parse("ngram:4"), estimator=lambda shape: 40 + shape.rows),
+            token_budget=2048,
+            max_model_len=256,
+        )
+        for number in range(requests):
+            scheduler.add(Request(number, 0, 5, 50), 0)
+        step(scheduler, 0)
+        batch, _, _ = step(scheduler, 10)
+        return batch.shape.drafting
+
+    few, many = drafted(2), drafted(100)
+    assert (few, many) == (4, 0)
+
+
+def test_who_may_have_come_to_the_longest_sequence_is_left_out_of_a_plan_ahead_and_not_preempted():
+    """A context of 14 with a width of 5 in flight may be 19 of 20: the next plan waits for what was accepted."""
+    scheduler = Scheduler(
+        make_policy("vllm_v1"),
+        CountingLedger(100, BLOCK, 20),
+        Host(chase_chunks=True, chase_decodes=True, speculation=Speculation.parse("eagle:4")),
+        token_budget=64,
+        max_model_len=20,
+    )
+    track = scheduler.add(Request(0, 0, 14, 6), 0)
+    first, second = scheduler.plan(0), scheduler.plan(0)
+    assert [part.tokens for part in second.verified] == [5]
+    scheduler.complete(first, 10)
+    assert scheduler.plan(10) is None
+    assert (scheduler.preemptions, track.status) == (0, "running")
+    second.accepted = {0: 1}
+    scheduler.complete(second, 20)
+    assert [(part.context, part.tokens) for part in scheduler.plan(20).verified] == [(16, 3)]

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from profiler.measurements.engine_runs import closed_loop_runs, half_of, rate_runs
+from profiler.measurements.engine_runs import closed_loop_runs, corrected, corrections, half_of, rate_runs
 from tests.shared_data import shared
 
 
@@ -34,6 +34,20 @@ def test_halves_are_those_of_sha_256() -> None:
 def test_e2e_of_a_closed_loop_is_ttft_and_the_gaps_after_it() -> None:
     run = next(run for run in closed_loop_runs() if run.id == "minimaxm2_5_h200_vllm_fp8_agg_8192x1024_c8_cfg606")
     assert abs(run.e2e_ms - (415.8945 + 15.60524 * 1023)) < 1e-6
+
+
+def test_labels_that_cannot_be_right_are_corrected_by_a_table_with_reasons() -> None:
+    runs = closed_loop_runs()
+    for one in corrections():
+        assert len(one.reason) > 40
+        assert any(run.doubt.startswith(one.doubt) and str(getattr(run, one.field)) == one.found for run in runs)
+    cut = [run for run in runs if run.model == "minimax-m2.5" and run.tp == 8]
+    assert len(cut) == 54
+    for run in cut:
+        taken = corrected(run)
+        assert (taken.experts_tp, taken.experts_ep, taken.tp) == (1, 8, 8)
+        assert (taken.ttft_ms, taken.tpot_ms, taken.half) == (run.ttft_ms, run.tpot_ms, run.half)
+    assert {corrected(run).tp for run in runs if run.model == "deepseek-v3"} == {1, 8}
 
 
 @pytest.mark.originals

@@ -386,7 +386,7 @@ def test_decodes_of_no_kv_head_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(ProfileError, match="found dtype float8, expected bfloat16"):
+    with pytest.raises(ProfileError, match=r"gpu rtx4090: products in 8-bit floats, .* were not measured on this card"):
         compose(shipped(), load_model_spec("llama-3.1-8b"), load_hardware("rtx4090"), dtype="fp8")
 
 
@@ -460,7 +460,7 @@ NUMPY_HEADERS = (
 @pytest.mark.parametrize("header", NUMPY_HEADERS)
 def test_arrays_by_another_hand_are_refused_in_one_line(header, tmp_path):
     """Headers that numpy would not write, at most 64 bytes of data behind them, and every byte of the archive bent."""
-    from profiler.operators.fitting.model_file import _read_values
+    from profiler.operators.fitting.model_file import read_values
 
     file = tmp_path / "model.npz"
     inside = b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header.encode() + bytes(64)
@@ -474,4 +474,4 @@ def test_arrays_by_another_hand_are_refused_in_one_line(header, tmp_path):
             bent[at] = int(rng.integers(256))
         file.write_bytes(bent)
         with pytest.raises(ProfileError):
-            _read_values(file, hashlib.sha256(bent).hexdigest())
+            read_values(file, hashlib.sha256(bent).hexdigest())

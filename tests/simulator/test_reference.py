@@ -95,6 +95,7 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "reserve": st.sampled_from(["limit", "longest"]),
     },
     "chunked": {"chunk_size": st.integers(1, 40)},
+    "goodput_drafts": {"chunk_size": st.integers(1, 40)},
     "predicted_sjf": {
         "chunk_size": st.integers(1, 40),
         "output_weight": st.sampled_from([0.0, 2.0]),

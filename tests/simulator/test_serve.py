@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -356,3 +357,46 @@ def test_ranks_of_a_replica_stream_their_own_tokens():
         ]
         chunks = [stream.read().split(b"\n\n") for stream in streams]
     assert [len([chunk for chunk in each if b'"text"' in chunk]) for each in chunks] == [15] * 4
+
+
+def test_prompts_that_begin_alike_meet_on_one_replica_of_four(tmp_path):
+    with serving(session(tmp_path / "run", replicas=4, router="prefix_affinity", prefix_caching=True)) as client:
+        for turn in range(3):
+            for family in (1, 2):
+                body = {"prompt": [family] * 400 + [turn] * 20, "max_tokens": 2}
+                assert client.json("/v1/completions", body)[0] == 200
+        hits = client.metrics()["vllm:prefix_cache_hits_total"]
+    run = read_run(tmp_path / "run")
+    where = run.column("requests", "replica").tolist()
+    assert len(set(where[0::2])) == len(set(where[1::2])) == 1
+    assert hits == run.column("requests", "cached_tokens").sum() == 2 * 2 * 400
+
+
+def test_a_fleet_grows_behind_the_door_as_it_is_told():
+    scaling = {"most": 3, "by": "queue", "interval_s": 0.1, "startup_s": 0.1, "queue_high": 0.5}
+    served = session(autoscale=scaling, max_num_seqs=1)
+    with serving(served) as client:
+        streams = [client.send("/v1/completions", {"prompt": "a", "max_tokens": 150, "stream": True}) for _ in range(6)]
+        assert [stream.read().count(b'"text"') for stream in streams] == [150] * 6
+        assert len(served.engine.loads()) > 1
+
+
+def test_nothing_is_kept_of_requests_that_have_ended():
+    from workloads.door.answers import Answer
+
+    served = session()
+    with serving(served) as client:
+        for number in range(12):
+            response = client.send("/v1/completions", {"prompt": "a", "max_tokens": 40, "stream": number % 2 == 0})
+            if number % 3:
+                response.read()
+            response.close()
+            response.connection.close()
+        until(lambda: not served.door.answers and not served.engine._growing)
+
+        def alive() -> int:
+            gc.collect()
+            return sum(isinstance(thing, Answer) and thing.ask.number < 12 for thing in gc.get_objects())
+
+        until(lambda: not served.engine.cluster.replicas[0].scheduler.tracks)
+        until(lambda: alive() == 0)

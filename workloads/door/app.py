@@ -272,16 +272,18 @@ class Door:
         """Look now and then for requests that last too long and for readers that have stopped reading."""
         while True:
             await asyncio.sleep(WATCHED_S)
-            now, now_ns = asyncio.get_running_loop().time(), self.engine.clock.now_ns()
-            for answer in list(self.answers.values()):
-                outlet = answer.outlet
-                if outlet is not None and outlet.stuck_since is not None:
-                    if now - outlet.stuck_since > self.options.reader_timeout:
-                        self.counts["slow_readers"] += 1
-                        self.engine.cancel(answer.ask.number, SLOW)
-                if now_ns - answer.ask.received_ns > self.options.request_timeout * 1e9:
-                    self.counts["timeouts"] += 1
-                    self.engine.cancel(answer.ask.number, f"{LATE} after {self.options.request_timeout:g} s")
+            self._look(asyncio.get_running_loop().time(), self.engine.clock.now_ns())
+
+    def _look(self, now: float, now_ns: int) -> None:
+        for answer in list(self.answers.values()):
+            outlet = answer.outlet
+            if outlet is not None and outlet.stuck_since is not None:
+                if now - outlet.stuck_since > self.options.reader_timeout:
+                    self.counts["slow_readers"] += 1
+                    self.engine.cancel(answer.ask.number, SLOW)
+            if now_ns - answer.ask.received_ns > self.options.request_timeout * 1e9:
+                self.counts["timeouts"] += 1
+                self.engine.cancel(answer.ask.number, f"{LATE} after {self.options.request_timeout:g} s")
 
     # Other routes
 

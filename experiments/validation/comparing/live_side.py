@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +126,12 @@ class LiveSide:
         at_once: bool = False,
         progress: Callable[[int, int], None] | None = None,
         gauge: SpeedGauge | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> LiveRun:
-        """One live run; a signal that stops it raises KeyboardInterrupt, so that no half run is taken for a whole."""
+        """One live run; a signal that stops it raises KeyboardInterrupt, so that no half run is taken for a whole.
+
+        more: settings of the run that differ from the engine's.
+        """
         from executor.config import LiveConfig
         from executor.serving.replay import replay_live
 
@@ -156,6 +160,7 @@ class LiveSide:
             tp=choice.tp,
             pp=choice.pp,
         )
+        config = replace(config, **(more or {}))
         run = replay_live(trace, config, loaded=self.loaded, cost=cost, progress=progress, between=gauge)
         if run.outcome.stopped_by:
             raise KeyboardInterrupt

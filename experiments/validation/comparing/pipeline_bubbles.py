@@ -116,7 +116,7 @@ def bubbles_in_short(rows: Sequence[BubbleComparison]) -> list[str]:
 
 def bubble_blocks(rows: Sequence[BubbleComparison]) -> list[Block]:
     """The report's section."""
-    marks = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad"}
+    marks = {WITHIN_AIM: "good", OUTSIDE: "bad"}
     lines = [
         (
             row.policy,

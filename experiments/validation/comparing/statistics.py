@@ -50,7 +50,9 @@ AIMS = {
 """Largest relative error aimed at; TTFT's mean only up to TTFT_UP_TO of the capacity."""
 TTFT_UP_TO = 0.6
 
-WITHIN_AIM, WITHIN_SPREAD, OUTSIDE = "within aim", "within spread", "outside"
+WITHIN_AIM, WITHIN_SPREAD, TOO_NOISY, OUTSIDE = "within aim", "within spread", "too noisy to tell", "outside"
+NOISY = 0.25
+"""A spread of live repeats beyond which an error within it is no agreement: such repeats would hide any effect."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,33 @@ class Comparison:
             return ""
         if abs(error) <= self.aim:
             return WITHIN_AIM
-        return WITHIN_SPREAD if abs(error) <= self.spread else OUTSIDE
+        if abs(error) > self.spread:
+            return OUTSIDE
+        return WITHIN_SPREAD if self.spread <= NOISY else TOO_NOISY
 
     def as_dict(self) -> dict[str, Any]:
         derived = {"error": self.error, "spread": self.spread, "verdict": self.verdict}
         return {**asdict(self), **derived, "rescaled_error": self.rescaled_error}
+
+
+def verdict_of(comparisons: Sequence[Comparison]) -> str:
+    """How many of the statistics that are aimed at agree, in one sentence, and the largest error that does not."""
+    aimed = [row for row in comparisons if row.verdict]
+    if not aimed:
+        return ""
+    count = {
+        name: sum(row.verdict == name for row in aimed) for name in (WITHIN_AIM, WITHIN_SPREAD, TOO_NOISY, OUTSIDE)
+    }
+    told = f"{count[WITHIN_AIM]} of {len(aimed)} statistics are predicted within their aim"
+    if count[WITHIN_SPREAD]:
+        told += f", {count[WITHIN_SPREAD]} more within the spread of the live repeats"
+    if count[TOO_NOISY]:
+        told += f"; {count[TOO_NOISY]} cannot be told, since the live repeats differ by more than {NOISY:.0%}"
+    missed = [row for row in aimed if row.verdict == OUTSIDE]
+    if missed:
+        worst = max(missed, key=lambda row: abs(row.error))
+        told += f"; {len(missed)} miss, the most {worst.statistic} of {worst.policy} ({worst.error:+.0%})"
+    return f"{told}."
 
 
 def aim_of(statistic: str, load: float) -> float | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.validation.comparing.settings import load_name
+from experiments.validation.comparing.statistics import verdict_of
 from experiments.validation.pages.report import in_short
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ def write_explorable(path: Path, result: Result) -> Path:
         *in_short(result),
     ]
     question = f"Does the prediction hold for {settings.engine.model} on {result.trace_name}?"
-    return write_report(path, runs, question=question, tables=[_statistics(result.comparisons)], notes=notes)
+    tables = [_statistics(result.comparisons)]
+    return write_report(
+        path, runs, question=question, verdict=verdict_of(result.comparisons), tables=tables, notes=notes
+    )
 
 
 def write_explorable_against(path: Path, result: AgainstResult) -> Path:
@@ -66,6 +70,7 @@ def write_explorable_against(path: Path, result: AgainstResult) -> Path:
         path,
         runs,
         question="Does the prediction hold for these runs?",
+        verdict=verdict_of(result.comparisons),
         tables=[_statistics(result.comparisons)],
         notes=against_short(result),
     )

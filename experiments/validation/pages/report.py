@@ -21,13 +21,14 @@ from experiments.validation.comparing.statistics import (
     Comparison,
     pooled_error,
     rank,
+    verdict_of,
 )
 from metrics.drawing.text_tables import format_value
 
 if TYPE_CHECKING:
     from experiments.validation.comparing.result import Result
 
-MARKS = {WITHIN_AIM: "good", WITHIN_SPREAD: "good", OUTSIDE: "bad", "100.0 %": "good"}
+MARKS = {WITHIN_AIM: "good", OUTSIDE: "bad", "100.0 %": "good"}
 
 
 def write_report(result: Result, folder: Path, name: str = "report") -> list[Path]:
@@ -55,6 +56,7 @@ def blocks(result: Result) -> list[Block]:
             "repeats of each. Predictions come from the profile alone and were made before the live runs. Errors are "
             "predicted over live, minus 1."
         ),
+        Text(verdict_of(result.comparisons)),
         Heading("In short"),
         Bullets(in_short(result)),
         Heading("Statistics"),

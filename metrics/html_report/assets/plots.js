@@ -57,6 +57,7 @@ function drawPlots() {
   const area = document.getElementById("plot-area");
   if (!area) return;
   area.className = "plots";
+  const places = [];
   for (const plot of report.plots) {
     const place = element("div", { class: "plot", role: "img", "aria-label": plot.title });
     const details = element("details", {}, element("summary", {}, "Numbers: " + plot.title));
@@ -66,15 +67,39 @@ function drawPlots() {
     const stacked = plot.traces.length && plot.traces.every((trace) => trace.stackgroup);
     if (stacked && !plot.traces.some((trace) => trace.y.some((value) => value > 0))) {
       place.className = "told"; place.textContent = "No batch ran."; details.remove();
-    } else if (plot.traces.some((trace) => trace.x.length)) drawPlot(place, plot.traces, plot.layout);
+    } else if (plot.traces.some((trace) => trace.x.length)) places.push([place, plot]);
     else { place.className = "told"; place.textContent = "Nothing was measured: no request finished."; details.remove(); }
+  }
+  // Drawn when all cells are there: the only cell of a grid is as wide as the page.
+  for (const [place, plot] of places) drawPlot(place, plot.traces, plot.layout);
+}
+
+function drawPicture() {
+  const area = document.getElementById("picture");
+  if (!area || !report.picture.traces.some((trace) => trace.x.length)) return;
+  const plot = report.picture, place = element("div", { class: "plot", role: "img", "aria-label": plot.title });
+  area.append(element("figure", {}, element("figcaption", {}, plot.title, element("small", {}, plot.says)), place));
+  drawPlot(place, plot.traces, plot.layout);
+}
+
+// A table that goes on beyond its frame says so.
+function sayMore() {
+  for (const frame of document.querySelectorAll(".scroll")) {
+    const more = frame.scrollWidth > frame.clientWidth + 1;
+    let hint = frame.previousElementSibling;
+    if (!hint || !hint.classList.contains("scroll-hint")) {
+      if (!more) continue;
+      hint = element("p", { class: "scroll-hint" }, "This table goes on to the right: scroll it sideways.");
+      frame.before(hint);
+    }
+    hint.hidden = !more;
   }
 }
 
 // Tables of rows (sweeps, capacities): any column against any other.
 const symbols = ["circle", "square", "triangle-up", "diamond", "x", "cross", "star", "hexagon", "triangle-down", "pentagon"];
 const colours = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#999933", "#332288"];
-const firstChoices = ["requests_per_s", "output_tokens_per_s", "goodput_requests_per_s", "tbt_s_p99"];
+const firstChoices = ["goodput_requests_per_s", "tbt_ms_p99", "ttft_ms_p99", "output_tokens_per_s", "requests_per_s"];
 
 function numeric(table) {
   const names = [...new Set(table.rows.flatMap((row) => Object.keys(row)))];
@@ -103,8 +128,8 @@ function exploreTable(table, number) {
   const varying = table.axes.filter((name) => new Set(table.rows.map((row) => String(row[name]))).size > 1);
   // Across: the axis of numbers that most points have, since a point without a value cannot be drawn.
   const without = (name) => table.rows.filter((row) => row[name] === null || row[name] === undefined).length;
-  const x = varying.filter((name) => numbers.includes(name)).sort((a, b) => without(a) - without(b))[0] || varying[0] || numbers[0];
-  const y = firstChoices.find((name) => numbers.includes(name)) || numbers.find((name) => name !== x && !table.axes.includes(name)) || x;
+  const x = varying.filter((name) => numbers.includes(name)).sort((a, b) => without(a) - without(b))[0] || varying[0] || table.axes[0] || numbers[0];
+  const y = [table.up, ...firstChoices].find((name) => name !== x && numbers.includes(name)) || numbers.find((name) => name !== x && !table.axes.includes(name)) || x;
   const by = varying.find((name) => name !== x) || "";
   const place = element("div", { class: "plot", role: "img", "aria-label": table.title });
   const left = element("p", { class: "left-out", role: "status" });
@@ -131,7 +156,8 @@ function exploreTable(table, number) {
     });
     const missing = table.rows.length - traces.reduce((sum, trace) => sum + trace.x.length, 0);
     left.textContent = missing ? `${missing} of ${table.rows.length} rows are not drawn: they have no ${xSelect.value} or no ${ySelect.value}.` : "";
-    drawPlot(place, traces, { xaxis: { title: { text: xSelect.value } }, yaxis: { title: { text: ySelect.value }, rangemode: "tozero" } });
+    drawPlot(place, traces, { xaxis: { title: { text: xSelect.value } }, yaxis: { title: { text: ySelect.value }, rangemode: "tozero" },
+      showlegend: Boolean(bySelect.value), legend: Object.assign({}, plotLayout.legend, { title: { text: bySelect.value.replaceAll("_", " ") + " " } }) });
   };
   const [xLabel, xSelect] = select("Across", [...new Set([...table.axes, ...numbers])], x, draw);
   const [yLabel, ySelect] = select("Up", numbers, y, draw);
@@ -140,5 +166,8 @@ function exploreTable(table, number) {
   draw();
 }
 
+drawPicture();
 drawPlots();
 report.tables.forEach(exploreTable);
+sayMore();
+window.addEventListener("resize", sayMore);

@@ -28,11 +28,13 @@ from profiler.operators.laws.gemm_law import (
     fit_gemm_law,
     gemm_grid,
     gemm_noise,
+    stored_as,
     without_noise,
 )
 from profiler.operators.laws.lattice import Lattice
 from profiler.operators.laws.physical_floor import GemmFloor
 from profiler.operators.laws.row_curves import RowCurve
+from profiler.specs.number_format import FORMATS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -154,7 +156,9 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     if (rowwise["n"] < 1).any():
         operator = rowwise.loc[rowwise["n"] < 1, "operator"].iloc[0]
         raise ProfileError(f"profile: operator {operator}: n: found less than 1, expected the width of its rows")
-    warm = cache_warm(rowwise, hardware)
+    dtype = str(dtypes[0])
+    plain = dtype not in FORMATS
+    warm = cache_warm(rowwise, hardware, stored_as(dtype)[1])
     rowwise = rowwise[~warm]
     curves = tuple(
         RowCurve.from_points(str(operator), int(n), int(k), group["rows"], group["median_s"] * 1e6)
@@ -166,7 +170,7 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     families: tuple[AttentionFamily, ...] = ()
     if len(layouts) > MANY_LAYOUTS:
         kernel = "fa3" if rows["backend"].str.contains("fa3").any() else "fa2"
-        families = fit_families(rows, hardware, kernel)
+        families = fit_families(rows, hardware, kernel, learning=plain)
     else:
         attention = tuple(tabled(fit_attention(group, hardware.sms)) for _, group in layouts)
     collectives = tuple(
@@ -180,17 +184,18 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     provenance = {**profile.provenance, "rows": len(table)}
     if warm.any():
         provenance["cache_warm_gemms_not_fitted"] = int(warm.sum())
-    law = fit_gemm_law(curves, hardware)
+    law = fit_gemm_law(curves, hardware, dtype)
     noise = _noise(table)
     if law is not None:
         floors = {"gemm": gemm_floor(law, curves), **attention_floors(rows, families)}
         noise |= summary(floors)
         scatter = None if len(floors["gemm"]) else gemm_noise(curves, law)
         noise |= {} if scatter is None else {"gemm, counts of one tile, p90": scatter}
-        curves = learnt_gemms(law, without_noise(curves, law))
+        # Formats of fewer bits keep the counts and widths that were measured: they are many, and files stay small.
+        curves = learnt_gemms(law, without_noise(curves, law)) if plain else without_noise(curves, law)
     return DeviceFit(
         gpu=hardware.name,
-        dtype=str(dtypes[0]),
+        dtype=dtype,
         curves=curves,
         attention=attention,
         families=families,
@@ -202,10 +207,10 @@ def fit_device(profile: Profile, hardware: Hardware) -> DeviceFit:
     )
 
 
-def cache_warm(rows: pd.DataFrame, hardware: Hardware) -> NDArray[np.bool_]:
+def cache_warm(rows: pd.DataFrame, hardware: Hardware, weight_bytes: float = 2.0) -> NDArray[np.bool_]:
     """Which GEMMs of a kernel table took less than their weights need at full bandwidth: repeated calls found them in
     a cache, where no engine that runs one layer after another finds them."""
-    streams = GemmFloor(np.inf, hardware.memory_bandwidth / 1e6)
+    streams = GemmFloor(np.inf, hardware.memory_bandwidth / 1e6, weight_bytes)
     n, k = rows["n"].to_numpy(float), rows["k"].to_numpy(float)
     return np.asarray((k > 0) & (rows["median_s"].to_numpy() * 1e6 < streams.us(rows["rows"].to_numpy(), n, k)))
 

@@ -56,9 +56,13 @@ _AXES = {"decode": 2, "single": 1, "prefill": 2, "mixed": 4}
 _REGION = ("tokens", "prefix", "decodes", "context")
 
 
-def shipped(gpu: str) -> Path | None:
-    """Path of the fitted model that comes with the package for a GPU of the hardware table, or None."""
-    path = Path(str(resources.files("profiler").joinpath(f"data/fitted/{gpu}.json")))
+def shipped(gpu: str, part: str = "") -> Path | None:
+    """Path of the fitted model that comes with the package for a GPU of the hardware table, or None.
+
+    part: of products and attention in fewer bits (a format of `profiler.specs.number_format.FORMATS`), or "experts".
+    """
+    name = f"{gpu}.{part}" if part else gpu
+    path = Path(str(resources.files("profiler").joinpath(f"data/fitted/{name}.json")))
     return path if path.is_file() else None
 
 
@@ -146,10 +150,10 @@ def write_model(fit: DeviceFit, path: str | Path) -> None:
             np.savez_compressed(file, values=np.concatenate([piece.reshape(-1) for piece in pieces]))
         document["arrays_sha256"] = hashlib.sha256(part.read_bytes()).hexdigest()
         with whole_file(path, ProfileError) as text:
-            text.write_text(_readable(document), encoding="utf-8")
+            text.write_text(readable(document), encoding="utf-8")
 
 
-def _readable(document: Mapping[str, Any]) -> str:
+def readable(document: Mapping[str, Any]) -> str:
     """JSON with one line an entry of a list, one line a value otherwise."""
     lines = []
     for key, value in document.items():
@@ -166,12 +170,12 @@ def read_model(path: str | Path) -> DeviceFit:
     path = Path(path)
     if path.suffix == ".npz":
         path = path.with_suffix(".json")
-    document = _read_json(path)
+    document = read_document(path)
     entry = Entry(path, "", document)
     if document.get("format") != FORMAT or document.get("version") != VERSION:
         found = f"{document.get('format')!r} version {document.get('version')!r}"
         raise ProfileError(f"{path}: found {found}, expected {FORMAT!r} version {VERSION}")
-    arrays = _read_values(path.with_suffix(".npz"), entry.text("arrays_sha256"))
+    arrays = read_values(path.with_suffix(".npz"), entry.text("arrays_sha256"))
     return DeviceFit(
         gpu=entry.text("gpu"),
         dtype=entry.text("dtype"),
@@ -192,14 +196,14 @@ def read_model(path: str | Path) -> DeviceFit:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
     document = read_json(path, ProfileError, MAX_JSON_BYTES)
     if not isinstance(document, dict):
         raise ProfileError(f"{path}: found {type(document).__name__}, expected a JSON object")
     return document
 
 
-def _read_values(path: Path, digest: str) -> Array:
+def read_values(path: Path, digest: str) -> Array:
     """The long row of floats, checked for size before unpacking, for type and for finite values."""
     try:
         checked_file(path, ProfileError, MAX_ARRAY_BYTES)
@@ -257,6 +261,7 @@ def _gemm_law(entry: Entry) -> GemmLaw | None:
         sms=law.count("sms", least=1),
         flops_per_us=law.number("flops_per_us", 1.0, 1e15),
         bytes_per_us=law.number("bytes_per_us", 1.0, 1e15),
+        **{name: law.number(name, 0.1, 8.0) for name in ("weight_bytes", "input_bytes") if name in law.values},
     )
 
 

@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from profiler.errors import ProfileError
 from profiler.operators.laws.lattice import Lattice
 from profiler.operators.laws.row_curves import RowCurve
+from profiler.specs.dtypes import dtype_bytes
+from profiler.specs.number_format import FORMATS
 
 if TYPE_CHECKING:
     from profiler.specs.hardware import Hardware
@@ -27,7 +29,7 @@ TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 64), (64, 256), (128,
 SPLITS_OF_K = (1, 2, 4)
 JOIN = 8.0
 ELEMENT_BYTES = 2
-"""Profiles are of 16-bit GEMMs."""
+"""Of outputs, which have 16 bits whatever the weights have."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class GemmLaw:
     """efficiency: of peak FLOPs, one for each of TILES. memory: share of peak bandwidth. launch_us, tile_us: fixed
     time.
 
-    sms, flops_per_us, bytes_per_us: of the device.
+    sms, flops_per_us, bytes_per_us: of the device. weight_bytes, input_bytes: of one weight with its scales, of one
+    element of the input.
     """
 
     efficiency: tuple[float, ...]
@@ -45,11 +48,14 @@ class GemmLaw:
     sms: int
     flops_per_us: float
     bytes_per_us: float
+    weight_bytes: float = 2.0
+    input_bytes: float = 2.0
 
     def us(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> Array:
         """Microseconds of [rows, k] x [k, n]."""
         m, n, k = (np.asarray(a, float) for a in (rows, n, k))
-        moved = ELEMENT_BYTES * (n * k + m * k + m * n) / (self.bytes_per_us * self.memory)
+        moved = self.weight_bytes * n * k + self.input_bytes * m * k + ELEMENT_BYTES * m * n
+        moved = moved / (self.bytes_per_us * self.memory)
         fastest = None
         for (tile_m, tile_n), share in zip(TILES, self.efficiency, strict=True):
             tiles = np.ceil(m / tile_m) * np.ceil(n / tile_n)
@@ -60,6 +66,14 @@ class GemmLaw:
                 fastest = us if fastest is None else np.minimum(fastest, us)
         assert fastest is not None
         return np.asarray((fastest**JOIN + moved**JOIN) ** (1.0 / JOIN) + self.launch_us)
+
+
+def stored_as(dtype: str) -> tuple[str, float, float]:
+    """(dtype of the products, bytes of a weight with its scales, bytes of an input) of a 16-bit dtype or a format."""
+    if dtype not in FORMATS:
+        return "bfloat16", float(ELEMENT_BYTES), float(ELEMENT_BYTES)
+    products, weight = FORMATS[dtype].products, FORMATS[dtype].bits / 8
+    return products or "bfloat16", weight, float(dtype_bytes(products)) if products else float(ELEMENT_BYTES)
 
 
 POINTS = 3000
@@ -111,8 +125,11 @@ def _same_tile(curve: RowCurve) -> NDArray[np.bool_]:
     return np.asarray((curve.rows >= SAME_TILE[0]) & (curve.rows <= SAME_TILE[1]))
 
 
-def fit_gemm_law(curves: tuple[RowCurve, ...], hardware: Hardware) -> GemmLaw | None:
-    """Efficiencies that minimise the log error over (a sample of) all measured GEMMs; None where there is none."""
+def fit_gemm_law(curves: tuple[RowCurve, ...], hardware: Hardware, dtype: str = "bfloat16") -> GemmLaw | None:
+    """Efficiencies that minimise the log error over (a sample of) all measured GEMMs; None where there is none.
+
+    dtype: of the weights, or a format of `profiler.specs.number_format.FORMATS`.
+    """
     from scipy.optimize import least_squares
 
     points = [
@@ -128,7 +145,8 @@ def fit_gemm_law(curves: tuple[RowCurve, ...], hardware: Hardware) -> GemmLaw | 
         m, n, k, us = m[wide], n[wide], k[wide], us[wide]
     keep = np.random.default_rng(0).permutation(len(m))[:POINTS]
     m, n, k, us = m[keep], n[keep], k[keep], us[keep]
-    device = (hardware.sms, hardware.peak("bfloat16") / 1e6, hardware.memory_bandwidth / 1e6)
+    products, weight_bytes, input_bytes = stored_as(dtype)
+    device = (hardware.sms, hardware.peak(products) / 1e6, hardware.memory_bandwidth / 1e6, weight_bytes, input_bytes)
 
     def law_of(x: Array) -> GemmLaw:
         share = 1.0 / (1.0 + np.exp(-x[:-2]))

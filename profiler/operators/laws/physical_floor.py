@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from profiler.specs.hardware import Hardware
-    from profiler.specs.model_spec import ModelSpec
+    from profiler.specs.model_spec import AttentionKind
 
 Array = NDArray[np.float64]
 
@@ -25,20 +25,22 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class GemmFloor:
-    """flops_per_us: peak of the device. bytes_per_us: its full bandwidth."""
+    """flops_per_us: peak of the device. bytes_per_us: its full bandwidth. weight_bytes: of one weight."""
 
     flops_per_us: float
     bytes_per_us: float
+    weight_bytes: float = ELEMENT_BYTES
 
     @classmethod
-    def of(cls, hardware: Hardware, dtype: str) -> GemmFloor:
-        return cls(hardware.peak(dtype) / 1e6, hardware.memory_bandwidth / 1e6)
+    def of(cls, hardware: Hardware, dtype: str, weight_bytes: float = ELEMENT_BYTES) -> GemmFloor:
+        """dtype: in which products are made."""
+        return cls(hardware.peak(dtype) / 1e6, hardware.memory_bandwidth / 1e6, weight_bytes)
 
     def us(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> Array:
         """Least microseconds of [rows, k] x [k, n] with weights from memory."""
         products = np.multiply(n, np.multiply(k, 1.0))
         flops = 2.0 * np.multiply(rows, products) / self.flops_per_us
-        return np.maximum(flops, ELEMENT_BYTES * products / self.bytes_per_us)
+        return np.maximum(flops, self.weight_bytes * products / self.bytes_per_us)
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ class AttentionFloor:
     window: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, hardware: Hardware, dtype: str, tp: int) -> AttentionFloor:
-        kv_bytes = 2 * ELEMENT_BYTES * spec.kv_heads_per_device(tp) * spec.head_dim
-        pair = 4.0 * (spec.heads // tp) * spec.head_dim / (hardware.peak(dtype) / 1e9)
-        return cls(pair, kv_bytes / (hardware.memory_bandwidth / 1e9), spec.sliding_window or 0)
+    def of(cls, kind: AttentionKind, hardware: Hardware, dtype: str, tp: int, kv_bytes: int = 2) -> AttentionFloor:
+        """dtype: in which products are made. kv_bytes: of an element of keys and values."""
+        kv = 2 * kv_bytes * kind.kv_heads_per_device(tp) * kind.head_dim
+        pair = kind.pair_flops / tp / (hardware.peak(dtype) / 1e9)
+        return cls(pair, kv / (hardware.memory_bandwidth / 1e9), kind.window)
 
     def ns(self, tokens: ArrayLike, prefix: ArrayLike, decodes: ArrayLike, context: ArrayLike) -> Array:
         """Least time of a chunk beside decodes of equal context, of which either may be 0.
