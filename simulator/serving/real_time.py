@@ -28,6 +28,8 @@ from simulator.replica.running_ahead import Replica
 from workloads.door.contract import Ask, Clock, Ended, Load, Step
 from workloads.generating.lengths import Lengths
 
+PART_ROWS = 256
+"""Iterations that are turned into columns at once: more of them would make the next ones late."""
 NAP_S = 0.5
 """Longest sleep of an idle engine."""
 FOR_EVER: Final = 1 << 60
@@ -116,7 +118,7 @@ class RealTimeCluster:
         self.finds_prefixes = looks_for_prefixes(plan)
         self._answers, self._lengths = answers, lengths
         self.env = VirtualTime()
-        self.recorder = EngineRecorder(self._on_record, stream_to=scratch)
+        self.recorder = EngineRecorder(self._on_record, stream_to=scratch, part_rows=PART_ROWS)
         self.cluster = Cluster(
             self.env, plan, self.recorder, on_end=_nothing, expected=FOR_EVER, on_batch=self._on_batch
         )
@@ -330,7 +332,7 @@ class RealTimeCluster:
                 status,
                 reason,
                 by_stop,
-                request.arrival_ns,
+                request.arrival_ns if self.front is None else self.front.sent_ns[number],
                 admitted_ns,
                 first_token_ns,
                 finished_ns,
