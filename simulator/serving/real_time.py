@@ -332,7 +332,7 @@ class RealTimeCluster:
                 status,
                 reason,
                 by_stop,
-                request.arrival_ns,
+                request.arrival_ns if self.front is None else self.front.sent_ns[number],
                 admitted_ns,
                 first_token_ns,
                 finished_ns,
