@@ -20,7 +20,7 @@ from tests.hardening.command_line import PACKAGES, at_most, group_of, needs_posi
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = "|".join(PACKAGES)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_of(page: Path) -> list[str]:
