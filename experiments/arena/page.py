@@ -166,10 +166,12 @@ def figure(contest: Contest, found: Mapping[str, Any]) -> Figure:
             if at + columns >= len(names):
                 panel.set_xlabel("load (share of the knee)")
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        order = [labels.index(name) for name in best]
-        drawing.legend(
-            [handles[i] for i in order], [labels[i] for i in order], loc="outside lower center", ncols=len(best)
-        )
+        shown = [handles[labels.index(name)] for name in best]
+        others = len(found["settings"]) - len(best)
+        if others:
+            shown += axes.flat[0].plot([], [], color="#bbbbbb", lw=0.7)
+        named = [*best, f"{others} others"] if others else best
+        drawing.legend(shown, named, loc="outside lower center", ncols=len(named))
     return drawing
 
 

@@ -78,16 +78,21 @@ POLICY_STYLES: dict[str, LineStyle] = {
     "vllm_v1": LineStyle("#E69F00", (1.6, 1), "v"),
     "slo_aware": LineStyle("#882255", (6, 1.2, 1, 1.2, 1, 1.2), "<"),
     "shortest_prompt_first": LineStyle("#7F7F7F", (2.5, 1.2), ">"),
+    "predicted_sjf": LineStyle("#332288", (3, 1, 1, 1), "h"),
+    "weighted_fair": LineStyle("#999933", (6, 2), "*"),
+    "vtc": LineStyle("#44AA99", (1, 1.6), "d"),
+    "most_in_time": LineStyle("#661100", (4, 1.4, 4, 3), "8"),
 }
-"""The Okabe-Ito colours, extended by two; a policy keeps its own in every figure."""
+"""The Okabe-Ito colours, extended by six; a policy keeps its own in every figure."""
 
 _SPARE = (
-    LineStyle("#332288", (3, 1, 1, 1), "h"),
-    LineStyle("#999933", (6, 2), "*"),
     LineStyle("#AA4499", SOLID, "p"),
-    LineStyle("#44AA99", (1, 1.6), "d"),
-    LineStyle("#661100", (4, 1.4), "8"),
+    LineStyle("#B15928", (5, 1, 1, 1), "X"),
+    LineStyle("#6A3D9A", (2, 1), "H"),
+    LineStyle("#B2182B", (8, 1.5), "1"),
+    LineStyle("#1B7837", (3, 1.5, 3, 3), "2"),
 )
+"""For policies of one's own and further settings of a known one: none of the house's colours."""
 
 
 def styles_for(labels: Mapping[str, str | None]) -> dict[str, LineStyle]:

@@ -22,7 +22,7 @@ from metrics.measures.slo import Bound, parse_slo, parse_warmup, requests_within
 from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.steady_state import steady_state
 from metrics.measures.summary_keys import LATENCIES, SUMMARY_KEYS
-from metrics.measures.tenants import tenant_summary
+from metrics.measures.tenants import program_summary, tenant_summary
 from metrics.measures.token_times import TokenTimes
 from metrics.measures.utilisation import Work, utilisation
 from metrics.measures.windows import held_ns, share_inside
@@ -119,6 +119,7 @@ class _Whole:
             ),
             **_bubbles(run),
             **tenant_summary(run),
+            **program_summary(run),
             **rank_summary(run),
         }
 

@@ -1,4 +1,4 @@
-"""What every tenant was given, when, and how far apart that left those who waited.
+"""What every tenant was given, when, and how far apart that left those who waited; and how long programs took.
 
 Service is counted as fair schedulers count it (VTC, OSDI 2024): a prompt when its request is admitted, an output
 token when it is delivered, each by its weight. All of it follows from a run's tables.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metrics.measures.statistics import jain_index, percentiles
+from metrics.measures.statistics import jain_index, percentiles, statistics
 from metrics.measures.token_times import TokenTimes
 from metrics.run_folder.tables import RunTables
 
@@ -182,4 +182,34 @@ def tenant_summary(run: RunTables) -> dict[str, Any]:
     found |= {"tenants": len(tenants.names), "fairness_jain_tenants": tenants.jain}
     if len(ttft):
         found["light_tenants_ttft_s_p99"] = percentiles(ttft, (99,))[0]
+    return found
+
+
+PROGRAM_TIMES = ("mean", "p50", "p90", "p99")
+
+
+def program_times_s(run: RunTables) -> tuple[Floats, int]:
+    """How long each program took whose calls all finished, from its first arrival to its last end, waits for tools
+    included (s); and how many programs there are. A session is a program where the trace names none."""
+    programs, sessions = run.column("requests", "program"), run.column("requests", "session")
+    labels = [session if program is None else program for program, session in zip(programs, sessions)]
+    rows = np.array([row for row, name in enumerate(labels) if name is not None], np.int64)
+    if not len(rows):
+        return np.empty(0), 0
+    names, part_of = np.unique(np.array([str(labels[row]) for row in rows.tolist()]), return_inverse=True)
+    begun, ended = np.full(len(names), np.inf), np.full(len(names), -np.inf)
+    np.minimum.at(begun, part_of, run.column("requests", "arrival_s")[rows])
+    np.maximum.at(ended, part_of, run.column("requests", "finished_s")[rows])
+    unfinished = (run.column("requests", "status") != "finished")[rows]
+    whole = np.bincount(part_of, weights=unfinished, minlength=len(names)) == 0
+    return (ended - begun)[whole], len(names)
+
+
+def program_summary(run: RunTables) -> dict[str, Any]:
+    """What a summary says of programs; null where no request belongs to one."""
+    times, count = program_times_s(run)
+    found: dict[str, Any] = {"programs": count or None, "programs_finished": len(times) if count else None}
+    found |= {f"program_s_{name}": None for name in PROGRAM_TIMES}
+    if len(times):
+        found |= {f"program_s_{name}": value for name, value in statistics(times).items() if name in PROGRAM_TIMES}
     return found

@@ -14,7 +14,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 Model = Annotated[str, typer.Option(help="A name, a Hugging Face folder or config.json, or a TOML file.")]
 Gpu = Annotated[str, typer.Option(help="A name or a TOML file.")]
 Dtype = Annotated[str, typer.Option(help="Of weights and activations.")]
-KvDtype = Annotated[str, typer.Option(help="Of the KV cache; auto: as the activations.")]
+KvDtype = Annotated[str, typer.Option(help="Of the KV cache; auto: the checkpoint's, or as the activations.")]
+WeightDtype = Annotated[str, typer.Option(help="Of linear layers: fp8, fp8_block, int4, ...; auto: the checkpoint's.")]
+Dp = Annotated[int, typer.Option(help="Data-parallel ranks whose experts work together.", min=1)]
+Ep = Annotated[bool, typer.Option("--ep", help="Whole experts on each of the tp x dp devices.")]
 Tp = Annotated[int, typer.Option(help="Devices that share each layer.")]
 Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
 LayerSplit = Annotated[str | None, typer.Option(help="Layers of each stage, such as 20,12 (default: even).")]
@@ -82,7 +85,10 @@ def capacity(
     model: Model,
     gpu: Gpu,
     dtype: Dtype = "bfloat16",
+    weight_dtype: WeightDtype = "auto",
     kv_dtype: KvDtype = "auto",
+    dp: Dp = 1,
+    ep: Ep = False,
     tp: Tp = 1,
     pp: Pp = 1,
     layer_split: LayerSplit = None,
@@ -106,7 +112,7 @@ def capacity(
     from profiler.specs.memory_plan import plan_memory, slots
     from profiler.specs.model_config import load_model_spec
 
-    spec, device = load_model_spec(model), load_hardware(gpu)
+    spec, device = load_model_spec(model).with_weights(weight_dtype), load_hardware(gpu)
     split = parse_split(layer_split)
     engine: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp, "layer_split": split}
     if mean_tokens is not None and not 0 < mean_tokens < float("inf"):
@@ -115,6 +121,8 @@ def capacity(
         spec,
         device,
         **engine,
+        dp=dp,
+        ep=ep,
         block_size=block_size,
         utilisation=gpu_memory_utilization,
         activation_tokens=max_num_batched_tokens,
@@ -123,7 +131,7 @@ def capacity(
     lengths = max_model_len or sorted({min(length, spec.max_position) for length in (1024, 2048, 4096, 8192)})
     rows = []
     for length in lengths:
-        b = slots(spec, device, **engine, max_tokens=length, headroom=headroom)
+        b = slots(spec, device, **engine, dp=dp, ep=ep, max_tokens=length, headroom=headroom)
         same_memory = int(plan.kv_tokens // length)
         held = mean_tokens if mean_tokens is not None else length / 2
         paged = plan.paged_requests(held)
@@ -150,7 +158,7 @@ def capacity(
         "runtime": plan.runtime_bytes,
         "KV cache": plan.kv_bytes,
     }
-    typer.echo(f"{spec.name} on {tp * pp} x {device.name}, each device{where}:")
+    typer.echo(f"{spec.name} on {tp * pp * dp} x {device.name}, each device{where}:")
     width = max(len(name) for name in sizes)
     for name, size in sizes.items():
         typer.echo(f"  {name:<{width}}  {size / GIB:8.2f} GiB")
@@ -174,7 +182,11 @@ def predict(
     dummy_tokens: Annotated[int, typer.Option(help="Padding rows.")] = 0,
     cost_model: Annotated[str, typer.Option(help="auto, roofline, or the path of a fitted model.")] = "auto",
     dtype: Dtype = "auto",
+    weight_dtype: WeightDtype = "auto",
     kv_dtype: KvDtype = "auto",
+    dp: Dp = 1,
+    ep: Ep = False,
+    routing: Annotated[str, typer.Option(help="How tokens spread over experts: uniform, balanced, ...")] = "uniform",
     tp: Tp = 1,
     pp: Pp = 1,
     layer_split: LayerSplit = None,
@@ -204,6 +216,7 @@ def predict(
         card = replace(card, p2p=p2p)
     served: dict[str, Any] = {"engine": engine, "terms": parse_terms(term or [], ProfileError)}
     width: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "tp": tp, "pp": pp}
+    width |= {"weight_dtype": weight_dtype, "dp": dp, "ep": ep, "routing": routing}
     cost = load_cost_model(model, card, cost_model=cost_model, layer_split=parse_split(layer_split), **width, **served)
     most = 10**9  # beyond it nothing is a batch, and sums of contexts leave 64 bits
     if max(decodes, context, dummy_tokens, *(max(one) for one in chunks or ((0, 0),))) > most:

@@ -140,6 +140,8 @@ def slots(
     kv_dtype: str = "auto",
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
+    ep: bool = False,
     layer_split: Sequence[int] | None = None,
     headroom: float = 0.2,
 ) -> int:
@@ -156,10 +158,11 @@ def slots(
     split = tuple(layer_split) if layer_split is not None else split_layers(model.layers, pp)
     check_split(split, model.layers, pp)
     model, dtype = model.served_as(dtype)
+    experts: dict[str, Any] = {"expert_ways": tp * dp, "whole_experts": ep} if model.experts else {}
     usable = hardware.memory_bytes * (1.0 - headroom)
     most = []
     for stage, layers in enumerate(split):
-        weights = model.weight_bytes(dtype, tp, layers=layers, embedding=stage == 0, head=stage == pp - 1)
+        weights = model.weight_bytes(dtype, tp, layers=layers, embedding=stage == 0, head=stage == pp - 1, **experts)
         kv_token = model.kv_bytes_per_token(model.kv_dtype(dtype, kv_dtype), tp, layers=layers)
         most.append(int(max(0.0, usable - weights) // (model.kv_tokens_held(max_tokens) * kv_token)))
     return min(most)

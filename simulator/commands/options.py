@@ -7,7 +7,9 @@ knobs of the policy; one that the policy does not have is an error that names th
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -200,6 +202,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     from metrics.run_folder.config_check import settings_of_run
 
+    if not path.exists() and path.name == str(path) and path.suffix not in (".toml", ".json"):
+        return dict(_preset(str(path)))
     if path.is_dir():
         path = path / "config.json"
     values = (read_json if path.suffix == ".json" else read_toml)(path, SimulationError)
@@ -210,6 +214,15 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if values.get("world") == "live":
         raise SimulationError(f"{path}: is the config of a live run; python -m executor replay --config takes it")
     return files_beside(one_spelling(values, str(path), SimulationError), path.parent, told=_note)
+
+
+def _preset(name: str) -> Mapping[str, Any]:
+    """The deployment that comes with the package under this name."""
+    known = tomllib.loads(resources.files("simulator").joinpath("presets.toml").read_text(encoding="utf-8"))
+    if name not in known:
+        raise SimulationError(f"--config: found {name!r}, expected a file, a run folder, or one of {', '.join(known)}")
+    found: Mapping[str, Any] = known[name]
+    return found
 
 
 def _note(text: str) -> None:

@@ -28,6 +28,8 @@ from simulator.replica.running_ahead import Replica
 from workloads.door.contract import Ask, Clock, Ended, Load, Step
 from workloads.generating.lengths import Lengths
 
+PART_ROWS = 256
+"""Iterations that are turned into columns at once: more of them would make the next ones late."""
 NAP_S = 0.5
 """Longest sleep of an idle engine."""
 FOR_EVER: Final = 1 << 60
@@ -116,7 +118,7 @@ class RealTimeCluster:
         self.finds_prefixes = looks_for_prefixes(plan)
         self._answers, self._lengths = answers, lengths
         self.env = VirtualTime()
-        self.recorder = EngineRecorder(self._on_record, stream_to=scratch)
+        self.recorder = EngineRecorder(self._on_record, stream_to=scratch, part_rows=PART_ROWS)
         self.cluster = Cluster(
             self.env, plan, self.recorder, on_end=_nothing, expected=FOR_EVER, on_batch=self._on_batch
         )
@@ -138,7 +140,8 @@ class RealTimeCluster:
         # Steps on their way through the front end: (due, number, step).
         self._leaving: list[tuple[Ns, int, Step]] = []
         self._numbers = 0
-        self._queries = [0, 0]
+        # Prompt tokens looked for in each replica's prefix cache, and those found.
+        self._looked_up: dict[int, tuple[int, int]] = {}
 
     # Called from any thread
 
@@ -160,8 +163,9 @@ class RealTimeCluster:
             scheduler = replica.scheduler
             total = replica.total_blocks
             usage = 1 - replica.free_blocks / total if total else 0.0
-            queries, hits = self._queries if not replica.number else (0, 0)
-            loads.append(Load(replica.num_running, replica.num_waiting, usage, scheduler.preemptions, queries, hits))
+            queries, hits = self._looked_up.get(replica.number, (0, 0))
+            counts = (scheduler.preemptions, queries, hits, total, replica.block_size)
+            loads.append(Load(replica.num_running, replica.num_waiting, usage, *counts))
         return loads
 
     def facts(self) -> dict[str, Any]:
@@ -322,15 +326,15 @@ class RealTimeCluster:
         ask = growing.ask
         by_stop = status == "finished" and output_tokens < ask.max_tokens
         if admitted_ns >= 0 and self.finds_prefixes:
-            self._queries[0] += request.prompt_tokens
-            self._queries[1] += cached_tokens
+            queries, hits = self._looked_up.get(replica, (0, 0))
+            self._looked_up[replica] = queries + request.prompt_tokens, hits + cached_tokens
         self._ended.append(
             Ended(
                 number,
                 status,
                 reason,
                 by_stop,
-                request.arrival_ns,
+                request.arrival_ns if self.front is None else self.front.sent_ns[number],
                 admitted_ns,
                 first_token_ns,
                 finished_ns,

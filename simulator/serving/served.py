@@ -112,4 +112,6 @@ def _warm_up(plan: ClusterPlan) -> None:
     longest = min(pool.engine.max_model_len for pool in plan.pools)
     length = np.array([max(1, min(64, longest // 2))])
     once = ClusterPlan(replace(plan.config, failures=(), autoscale={}), plan.pools)
-    simulate(Trace("warm-up", np.zeros(1, np.int64), length, length, length), once, Recorder())
+    recorder = Recorder()
+    simulate(Trace("warm-up", np.zeros(1, np.int64), length, length, length), once, recorder)
+    recorder.tables()

@@ -28,6 +28,8 @@ VLLM_MAX_NUM_SEQS = 256
 FEW = 100
 """Requests below which a P99 is no percentile but the longest of them."""
 DEFAULT_SLO = "ttft_p99=2,tbt_p99=0.2"
+DRAFTING = ("speculation", "acceptance", "drafts_found", "draft_model", "draft_step_us")
+"""Settings of speculation, which is tried beside the best of the others."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,23 @@ def advise(
     slo: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Advice:
-    """Find a policy and chunk size for `trace`. config: model, GPU and engine settings; its policy is ignored.
+    """Find a policy and chunk size for `trace`. config: model, GPU and engine settings; its policy is ignored. Where it
+    speculates, everything is tried without first, and then whether the best does better with it.
 
     slo: such as "ttft_p99=2,tbt_p99=0.2"; the config's, or that very one, where None.
     """
     base = config or ReplayConfig()
     slo = slo or base.slo or DEFAULT_SLO
     bounds_of(slo)
-    base = _measured_alike(trace, replace(base, slo=slo))
+    drafting: dict[str, Any] = {name: getattr(base, name) for name in DRAFTING}
+    without: dict[str, Any] = dict.fromkeys(DRAFTING)
+    base = _measured_alike(trace, replace(base, slo=slo, **without))
     tried: dict[str, Candidate] = {}
+    speculates = ""
 
     def attempt(policy: str, chunk_size: int | None = None, token_budget: int | None = None) -> Candidate:
         size = chunk_size or token_budget
-        label = policy if size is None else f"{policy} {size}"
+        label = (policy if size is None else f"{policy} {size}") + speculates
         if label not in tried:
             if progress is not None:
                 progress(label)
@@ -133,6 +139,15 @@ def advise(
     vllm = _walk(lambda budget: attempt("vllm_v1", token_budget=budget), max(size, START_CHUNK))
     best = max([chunked, *others, vllm], key=lambda candidate: candidate.score)
     reasons = _reasons(trace if base.limit is None else trace.head(base.limit), best, tried, slo)
+    plain = best
+    if drafting["speculation"] is not None:
+        base = replace(base, **drafting)
+        speculates = f" with {drafting['speculation']}"
+        speculating = attempt(plain.policy, plain.chunk_size, plain.token_budget)
+        best = max(plain, speculating, key=lambda candidate: candidate.score)
+        reasons.insert(-1, _worth_speculating(plain, speculating, best, str(drafting["speculation"])))
+        if best is plain:
+            base = replace(base, **without)
     flags: dict[str, int | float] = {
         "max_num_batched_tokens": vllm.token_budget or size,
         "long_prefill_token_threshold": 0,
@@ -150,6 +165,21 @@ def advise(
         token_budget=best.token_budget,
     )
     return Advice(best, tuple(order), slo, tuple(reasons), flags, vllm, chosen)
+
+
+def _worth_speculating(plain: Candidate, speculating: Candidate, best: Candidate, method: str) -> str:
+    """Whether to switch speculation on, and by how much answers are sooner or later with it."""
+    before, after = (candidate.summary["e2e_s_mean"] for candidate in (plain, speculating))
+    length = speculating.summary["acceptance_length"]
+    length_said = (
+        f"{length:.2f} tokens a verified step" if length == length and length is not None else "no drafts found"
+    )
+    told = (
+        f"{_numbers(speculating)}; mean E2E {in_milliseconds(after)} against {in_milliseconds(before)} without, "
+        f"{length_said}"
+    )
+    verdict = "switch it on" if best is speculating else "leave it off"
+    return f"speculation {method}: {verdict}: {told}"
 
 
 def _measured_alike(trace: Trace, base: ReplayConfig) -> ReplayConfig:

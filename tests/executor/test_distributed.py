@@ -197,7 +197,17 @@ def test_tensor_parallel_ranks_answer_as_one_process_under_every_policy(spec_fil
             assert serve(other, config(str(shared), **plain, tp=2), trace).answers == alone.answers
 
 
-def test_two_by_two_ranks_answer_as_one_process(spec_file: str) -> None:
+EXPERTS = """
+experts = 6
+top_k = 2
+expert_intermediate = 9
+shared_intermediate = 7
+shared_gate = true
+dense_layers = [1]
+"""
+
+
+def test_two_by_two_ranks_answer_as_one_process(spec_file: str, tmp_path: Path) -> None:
     with load_for(config(spec_file, tp=2, pp=2), 512) as loaded:
         trace = trace_of(LENGTHS)
         for policy in ("chunked", "prefill_priority"):
@@ -219,6 +229,17 @@ def test_two_by_two_ranks_answer_as_one_process(spec_file: str) -> None:
             if at is not None:
                 ids = np.concatenate((random_prompts(trace, VOCAB)(row), expected[:at]))
                 assert margin(one, ids) < MARGIN, f"request {row}, token {at}"
+        # Each rank has a part of every expert, of a width that does not divide; ranks of a stage route alike.
+        experts = tmp_path / "experts.toml"
+        experts.write_text(SPEC + EXPERTS)
+        plain = config(str(experts), policy="chunked", as_fast_as_possible=True)
+        settings = replace(plain, tp=2, pp=2)
+        run = serve(load_sharded(settings, 512, loaded.ranks), settings, trace)
+        alone = serve(single(str(experts)), plain, trace)
+        assert run.answers == alone.answers
+        for each in (run, alone):
+            activated = each.tables.column("iterations", "activated_experts")
+            assert ((activated >= 2) & (activated <= 6)).all()
 
 
 def margin(loaded: Loaded, ids: np.ndarray) -> float:

@@ -44,7 +44,7 @@ def formula(
 
 
 def packed(q, k, v, starts, tables, lengths, scale, window):  # type: ignore[no-untyped-def]
-    out = torch.zeros_like(q)
+    out = torch.full_like(q, float("nan"))  # memory as it is found: rows beyond the last one are never written
     bounds = starts.tolist()
     for index, length in enumerate(lengths):
         rows = slice(bounds[index], bounds[index + 1])
@@ -236,6 +236,32 @@ def test_chunks_and_decodes_are_handed_over_as_the_reference_means_them(generati
     backend.attend(0, q, got, step, cache)
     assert backend.name == f"flash_attn{generation}"
     assert float((got - expected).abs().max()) < 2e-6
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("generation", [1, 2, 3, 4])
+def test_padded_rows_of_a_graph_get_no_memory_that_nobody_has_written(generation: int) -> None:
+    """A batch of 29 chunk rows and two decodes in a graph of 48 and four, as a replay finds it."""
+    from executor.batches.device_arrays import Sizes, pack
+    from executor.model.cuda_graphs import static_step
+
+    size = SIZES[generation]
+    spec = ModelSpec(
+        name="small", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=8, vocab=64, max_position=4096
+    )
+    batch = make_step([(20, 0), (9, 31)], [3, 99], block_size=size)
+    sizes = Sizes(52, 48, 4, 4, 7, 16, 8, batch.tables.shape[1])
+    step, buffer = static_step(sizes, size, torch.device("cpu"), trimmed=False)
+    buffer.copy_(torch.from_numpy(pack(batch, sizes)))
+    cache = KVCache(spec, blocks_needed(batch) + 1, size, torch.float32, torch.device("cpu"))
+    cache.pool.copy_(torch.randn(cache.pool.shape, generator=torch.Generator().manual_seed(1)))
+    q = torch.randn(52, spec.q_size, generator=torch.Generator().manual_seed(2))
+    useful = [*range(29), 48, 49]
+    expected, got = torch.empty(31, spec.q_size), torch.full_like(q, 7.0)
+    ReferenceAttention(spec).attend(0, q[useful], expected, batch, cache)
+    FlashAttention(spec, generation=generation).attend(0, q, got, step, cache)
+    assert float((got[useful] - expected).abs().max()) < 2e-6
+    assert bool((got[[row for row in range(52) if row not in useful]] == 0).all())
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -16,7 +16,7 @@ from executor.distributed.clocks import Exchange, RankClock, offset_of
 from executor.distributed.layout import Layout, Shard
 from executor.distributed.plans import read_plan, step_bytes
 from executor.distributed.shard_weights import shard_weights
-from executor.distributed.sharded_engine import stage_times
+from executor.distributed.sharded_engine import activated_experts, stage_times
 from executor.errors import ExecutorError
 from executor.model.loading import ModelSource
 from executor.model.sampler import Sampling
@@ -201,15 +201,18 @@ def test_a_stage_takes_from_its_first_start_with_all_ranks_to_its_last_end_and_n
         RankClock(rank, offset_of([Exchange(0, 0, 0)]), offset_of([Exchange(0, 0, 0)]), same=True) for rank in (1, 2, 3)
     ]
     logs = [
-        np.array([[0, 10, 10, 20, 5], [1, 12, 20, 30, 5]]),
-        np.array([[0, 11, 12, 21, 5], [1, 12, 21, 29, 5]]),
-        np.array([[0, 24, 24, 50, 5], [1, 33, 50, 60, 5]]),
-        np.array([[0, 19, 19, 49, 5], [1, 34, 49, 61, 5]]),
+        np.array([[0, 10, 10, 20, 5, 8, 2], [1, 12, 20, 30, 5, 9, 2]]),
+        np.array([[0, 11, 12, 21, 5, 8, 2], [1, 12, 21, 29, 5, 9, 2]]),
+        np.array([[0, 24, 24, 50, 5, 4, 1], [1, 33, 50, 60, 5, 0, 0]]),
+        np.array([[0, 19, 19, 49, 5, 4, 1], [1, 34, 49, 61, 5, 0, 0]]),
     ]
     times, cpu = stage_times(layout, logs, clock, 10)
     assert times[:, 0].tolist() == [[1, 2, 11], [2, 11, 20]]
     assert times[:, 1].tolist() == [[14, 14, 40], [24, 40, 51]]
     assert cpu.tolist() == [20, 20]
-    early = [*logs[:2], logs[2] - np.array([0, 9, 9, 0, 0]), logs[3] - np.array([0, 9, 9, 0, 0])]
+    # Two layers and one with experts; nothing was sampled in the second batch, so the last layer had no rows.
+    assert activated_experts(layout, logs).tolist() == [12 / 3, 9 / 2]
+    assert np.isnan(activated_experts(layout, [log * (np.arange(7) < 5) for log in logs])).all()
+    early = [*logs[:2], logs[2] - np.array([0, 9, 9, 0, 0, 0, 0]), logs[3] - np.array([0, 9, 9, 0, 0, 0, 0])]
     times, _ = stage_times(layout, early, clock, 10)
     assert times[0, 1, 1] == times[0, 0, 2]

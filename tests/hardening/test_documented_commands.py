@@ -20,7 +20,7 @@ from tests.hardening.command_line import PACKAGES, at_most, group_of, needs_posi
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY = "|".join(PACKAGES)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_of(page: Path) -> list[str]:
@@ -172,6 +172,7 @@ FIRST = {
     "calib/": ("experiments", "calibrate"),
     "runs/x/model.json": ("experiments", "validate"),
     "runs/figures": ("experiments", "run"),
+    "runs/chunked-256": ("simulator", "replay", "t.csv", "--out", "runs/chunked-256"),
     "flood/chunked": FLOOD[0],
     "flood/vtc": FLOOD[1],
     "served/": ("simulator", "replay", "t.csv", "--out", "served/"),

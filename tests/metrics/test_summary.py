@@ -134,6 +134,7 @@ def test_counts_and_rates_of_three_requests() -> None:
         **{f"bubble_share_{cause}": None for cause in CAUSES},
         **dict.fromkeys(key for key in SUMMARY_KEYS if key.startswith(("rank", "activated_experts"))),
         **dict.fromkeys(("tenants", "fairness_jain_tenants", "light_tenants_ttft_s_p99")),
+        **dict.fromkeys(key for key in SUMMARY_KEYS if key.startswith("program")),
         "mfu": None,
         "mfu_busy": None,
         "mbu": None,

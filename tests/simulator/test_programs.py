@@ -50,6 +50,18 @@ def test_leaps_and_the_reference_agree(policy: str, seed: int) -> None:
             assert run.summary["finished"] == len(trace)
 
 
+def test_a_program_lasts_from_its_first_arrival_to_its_last_end() -> None:
+    """p: from 0 until 4 ends, two seconds after it came at 8; row 5 belongs to none."""
+    summary = replay(tree(), ReplayConfig(num_blocks=60), cost=ConstantCost(S)).summary
+    assert (summary["programs"], summary["programs_finished"], summary["program_s_p99"]) == (1, 1, 10)
+    sessions = replace(tree(), program=None, session=["a", "a", "a", "a", "a", "b"])
+    summary = replay(sessions, ReplayConfig(num_blocks=60), cost=ConstantCost(S)).summary
+    assert (summary["programs"], summary["program_s_mean"]) == (2, (10 + 2) / 2)
+    failed = replace(tree(), abort_ns=np.array([-1, 1, -1, -1, -1, -1]))
+    summary = replay(failed, ReplayConfig(num_blocks=60), cost=ConstantCost(S)).summary
+    assert (summary["programs"], summary["programs_finished"], summary["program_s_mean"]) == (1, 0, None)
+
+
 def test_nobody_starts_before_all_that_it_waits_for() -> None:
     trace = small(2)
     done = replay(trace, ReplayConfig(policy="least_attained", num_blocks=60, max_num_seqs=3), cost=ConstantCost(S))

@@ -14,6 +14,7 @@ from simulator import replay
 from simulator.errors import SimulationError
 from simulator.simulation import ReplayConfig
 from simulator.speculation.acceptance import Curve, evenly, make_acceptance
+from simulator.studies.advise import advise
 from tests.simulator.constant_cost import ConstantCost, trace_of
 from workloads import Trace, generate
 
@@ -195,3 +196,15 @@ def test_an_executor_that_verifies_drafts_as_decodes_pays_for_each():
 def test_what_does_not_go_together_is_one_line(options, says):
     with pytest.raises((SimulationError, PolicyError), match=says):
         run(trace_of([(0.0, 5, 9)]), **{"acceptance": "0.5", **options})
+
+
+def test_advice_says_whether_to_switch_it_on():
+    trace = generate(requests=20, arrivals="poisson:4", prompt="uniform:50,200", output="uniform:30,80", seed=1)
+    settings = {"gpu": "h100", "cost_model": "roofline", "speculation": "eagle:4"}
+    on = advise(trace, ReplayConfig(**settings, acceptance="0.8"))
+    assert any(reason.startswith("speculation eagle:4: switch it on") for reason in on.reasons)
+    assert on.config.speculation == "eagle:4"
+    off = advise(trace, ReplayConfig(**settings, acceptance="0"))
+    assert any(reason.startswith("speculation eagle:4: leave it off") for reason in off.reasons)
+    assert off.config.speculation is None
+    assert off.config.acceptance is None

@@ -11,6 +11,7 @@ import hmac
 import json
 import re
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -272,16 +273,18 @@ class Door:
         """Look now and then for requests that last too long and for readers that have stopped reading."""
         while True:
             await asyncio.sleep(WATCHED_S)
-            now, now_ns = asyncio.get_running_loop().time(), self.engine.clock.now_ns()
-            for answer in list(self.answers.values()):
-                outlet = answer.outlet
-                if outlet is not None and outlet.stuck_since is not None:
-                    if now - outlet.stuck_since > self.options.reader_timeout:
-                        self.counts["slow_readers"] += 1
-                        self.engine.cancel(answer.ask.number, SLOW)
-                if now_ns - answer.ask.received_ns > self.options.request_timeout * 1e9:
-                    self.counts["timeouts"] += 1
-                    self.engine.cancel(answer.ask.number, f"{LATE} after {self.options.request_timeout:g} s")
+            self._look(asyncio.get_running_loop().time(), self.engine.clock.now_ns())
+
+    def _look(self, now: float, now_ns: int) -> None:
+        for answer in list(self.answers.values()):
+            outlet = answer.outlet
+            if outlet is not None and outlet.stuck_since is not None:
+                if now - outlet.stuck_since > self.options.reader_timeout:
+                    self.counts["slow_readers"] += 1
+                    self.engine.cancel(answer.ask.number, SLOW)
+            if now_ns - answer.ask.received_ns > self.options.request_timeout * 1e9:
+                self.counts["timeouts"] += 1
+                self.engine.cancel(answer.ask.number, f"{LATE} after {self.options.request_timeout:g} s")
 
     # Other routes
 
@@ -490,6 +493,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A bug of ours: the log has it, the client a sentence."""
+    """A bug of ours: whoever runs the server sees it, the client reads a sentence."""
+    traceback.print_exception(error)
     what = RefusedError("the server failed at this request", status=500, kind="server_error", code="internal_error")
     return _error(what.status, what.as_dict(), None)

@@ -29,13 +29,17 @@ WIRE_SHARE = 0.1
 """Share of the time between two tokens of an answer that writing them may take."""
 WIRE = "wire.parquet"
 TRACE = "trace.parquet"
-_PART = 1 << 16
+_PART = 1 << 12
+"""Tokens that are written at once: more of them would make the next ones late."""
 
 
 class Wire:
     """Token times and writing times, kept as flat numbers; streamed into parquet where there is a scratch folder."""
 
     def __init__(self, folder: Path | None) -> None:
+        if folder is not None:
+            # Now, and not between two tokens: it takes a tenth of a second.
+            import pyarrow.parquet  # noqa: F401
         self._folder = folder
         self._rows = array("q")
         self._writer: Any = None
