@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import socket
 import time
 
@@ -366,10 +367,14 @@ def test_prompts_that_begin_alike_meet_on_one_replica_of_four(tmp_path):
                 body = {"prompt": [family] * 400 + [turn] * 20, "max_tokens": 2}
                 assert client.json("/v1/completions", body)[0] == 200
         hits = client.metrics()["vllm:prefix_cache_hits_total"]
+        pool = re.search(
+            r'cache_config_info{.*engine="3".*(num_gpu_blocks="\d+")', client.send("/metrics").read().decode()
+        )[1]
     run = read_run(tmp_path / "run")
     where = run.column("requests", "replica").tolist()
     assert len(set(where[0::2])) == len(set(where[1::2])) == 1
     assert hits == run.column("requests", "cached_tokens").sum() == 2 * 2 * 400
+    assert pool == f'num_gpu_blocks="{run.config["num_blocks"]}"'
 
 
 def test_a_fleet_grows_behind_the_door_as_it_is_told():
