@@ -208,15 +208,22 @@ def bubbles(
 def timeline(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="Where to write it; RUN/timeline.json unless given.")] = None,
-    window: Annotated[str, typer.Option(help="Only what overlaps FROM:TO, in seconds.")] = "",
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Only what overlaps FROM:TO, in seconds; `:` is the whole run, of which a long one is else cut."
+        ),
+    ] = "",
     request: Annotated[int | None, typer.Option(help="A request to follow with arrows.")] = None,
 ) -> None:
     """Write a timeline for Perfetto (ui.perfetto.dev): stages, bubbles by cause, queue and KV blocks."""
-    from metrics.drawing.perfetto import EVERYTHING, empty_window, parse_window, write_timeline
+    from metrics.drawing.perfetto import bounded_window, empty_window, parse_window, write_timeline
     from metrics.run_folder.folder import read_run
 
-    shown = parse_window(window) if window else EVERYTHING
     tables = read_run(run)
+    shown, cut = (parse_window(window), None) if window else bounded_window(tables)
+    if cut:
+        print(f"note: {cut}", file=sys.stderr)
     if note := empty_window(shown, tables.summary):
         print(f"note: {note}", file=sys.stderr)
     print(write_timeline(out or run / "timeline.json", tables, window=shown, request=request))

@@ -80,7 +80,8 @@ class ServedEngine(LiveEngine):
         queues, ledger = scheduler.queues, scheduler.ledger
         waiting = len(scheduler.tracks) - queues.num_running - len(scheduler.withheld)
         usage = 1 - ledger.free_blocks / ledger.total_blocks
-        return [Load(queues.num_running, waiting, usage, scheduler.preemptions, self._queries, self._hits)]
+        counts = (scheduler.preemptions, self._queries, self._hits, ledger.total_blocks, ledger.block_size)
+        return [Load(queues.num_running, waiting, usage, *counts)]
 
     def facts(self) -> dict[str, Any]:
         loaded = self.runner.loaded

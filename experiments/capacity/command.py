@@ -213,10 +213,12 @@ def _held(axes: dict[str, list[Any]], base: dict[str, Any]) -> str:
         values["chunk_size"] = None
     elif len(chunked) < len(policies) and values.get("chunk_size") is not None:
         values["chunk_size"] = f"{values['chunk_size']} for {' and '.join(chunked)} alone"
+    names += [name for name in base if name not in (*told, "terms") and name not in axes]
     return ", ".join(f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) is not None)
 
 
 def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[str, Any], held: str) -> None:
+    from experiments.capacity.draws import OWN
     from experiments.capacity.search import SPAN_OVER_BOUND
     from metrics.drawing.text_tables import terminal
 
@@ -233,6 +235,11 @@ def _print_study(study: CapacityStudy, priced: list[dict[str, str]], plan: dict[
         "of each measured in steady state; intervals: 95 % (Student's t over draws, brackets of "
         f"{study.tolerance:.1%} added)"
     )
+    if "file" in plan["workload"] and plan["arrivals"] != OWN:
+        say(
+            f"note: the trace gives the lengths alone; its arrivals are replaced by {plan['arrivals']}"
+            " (--arrivals own keeps its gaps, with draws that are pieces of it)"
+        )
     spans = [plan["requests"] / setting.rate for setting in study.settings if setting.rates and setting.rate]
     if spans and min(spans) < 0.5 * study.objective.span_s():
         say(

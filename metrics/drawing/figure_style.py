@@ -6,6 +6,7 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,16 +79,21 @@ POLICY_STYLES: dict[str, LineStyle] = {
     "vllm_v1": LineStyle("#E69F00", (1.6, 1), "v"),
     "slo_aware": LineStyle("#882255", (6, 1.2, 1, 1.2, 1, 1.2), "<"),
     "shortest_prompt_first": LineStyle("#7F7F7F", (2.5, 1.2), ">"),
+    "predicted_sjf": LineStyle("#332288", (3, 1, 1, 1), "h"),
+    "weighted_fair": LineStyle("#999933", (6, 2), "*"),
+    "vtc": LineStyle("#44AA99", (1, 1.6), "d"),
+    "most_in_time": LineStyle("#661100", (4, 1.4, 4, 3), "8"),
 }
-"""The Okabe-Ito colours, extended by two; a policy keeps its own in every figure."""
+"""The Okabe-Ito colours, extended by six; a policy keeps its own in every figure."""
 
 _SPARE = (
-    LineStyle("#332288", (3, 1, 1, 1), "h"),
-    LineStyle("#999933", (6, 2), "*"),
     LineStyle("#AA4499", SOLID, "p"),
-    LineStyle("#44AA99", (1, 1.6), "d"),
-    LineStyle("#661100", (4, 1.4), "8"),
+    LineStyle("#B15928", (5, 1, 1, 1), "X"),
+    LineStyle("#6A3D9A", (2, 1), "H"),
+    LineStyle("#B2182B", (8, 1.5), "1"),
+    LineStyle("#1B7837", (3, 1.5, 3, 3), "2"),
 )
+"""For policies of one's own and further settings of a known one: none of the house's colours."""
 
 
 def styles_for(labels: Mapping[str, str | None]) -> dict[str, LineStyle]:
@@ -145,7 +151,21 @@ FOOTNOTE_POINTS = 5.0
 def costs_said(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     """What the costs of these runs rest on, as their configs know it."""
     told = [(config.get("cost_model"), config.get("cost_evidence")) for config in configs]
-    return [f"Costs: {name} ({found.get('words')})." for name, found in told if isinstance(found, Mapping)]
+    words: dict[str, list[str]] = {}
+    for name, found in told:
+        if isinstance(found, Mapping):
+            words.setdefault(str(name), []).append(str(found.get("words")))
+    return [f"Costs: {name} ({_spanned(each)})." for name, each in words.items()]
+
+
+def _spanned(words: Sequence[str]) -> str:
+    """What runs of one cost model rest on: their own words, or the range of their measured shares."""
+    different = list(dict.fromkeys(words))
+    found = [re.match(r"partly measured: (\d+) %", each) for each in different]
+    shares = [int(each[1]) for each in found if each]
+    if len(different) > 1 and len(shares) == len(different):
+        return f"partly measured: {min(shares)} to {max(shares)} %"
+    return " | ".join(different)
 
 
 def footnote(figure: Figure, said: Sequence[str]) -> Figure:

@@ -52,6 +52,23 @@ def parse_window(text: str) -> Window:
     return Window(round(start_s * 1e9), EVERYTHING.end if end_s >= LATEST_S else round(end_s * 1e9))
 
 
+MOST_BATCHES = 50_000
+"""Batches on stages that a timeline holds where nobody says which part of the run it is to show: about 40 MB."""
+
+
+def bounded_window(run: RunTables, most: int = MOST_BATCHES) -> tuple[Window, str | None]:
+    """All of a short run, the beginning of a long one; and the sentence that says so, None for all of it."""
+    found = list(schedules(run))
+    starts = np.sort(np.concatenate([s.start.ravel() for s in found])) if found else np.empty(0, np.int64)
+    if len(starts) <= most:
+        return EVERYTHING, None
+    end = int(starts[most])
+    return Window(0, end), (
+        f"timeline: it holds the first {end / 1e9:.1f} s of {starts[-1] / 1e9:.1f} s ({most:,} of {len(starts):,} "
+        "batches on stages); --window FROM:TO takes another part, --window : all"
+    )
+
+
 def empty_window(window: Window, summary: Mapping[str, Any]) -> str | None:
     """A sentence where nothing of a run lies in the window because it had ended by then."""
     end_s = summary.get("window_end_s")

@@ -68,6 +68,10 @@ _SYMBOLS = {
     "p": "pentagon",
     "d": "diamond-tall",
     "8": "octagon",
+    "X": "x-thin",
+    "H": "hexagon2",
+    "1": "y-down-open",
+    "2": "y-up-open",
 }
 
 

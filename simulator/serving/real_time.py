@@ -140,7 +140,8 @@ class RealTimeCluster:
         # Steps on their way through the front end: (due, number, step).
         self._leaving: list[tuple[Ns, int, Step]] = []
         self._numbers = 0
-        self._queries = [0, 0]
+        # Prompt tokens looked for in each replica's prefix cache, and those found.
+        self._looked_up: dict[int, tuple[int, int]] = {}
 
     # Called from any thread
 
@@ -162,8 +163,9 @@ class RealTimeCluster:
             scheduler = replica.scheduler
             total = replica.total_blocks
             usage = 1 - replica.free_blocks / total if total else 0.0
-            queries, hits = self._queries if not replica.number else (0, 0)
-            loads.append(Load(replica.num_running, replica.num_waiting, usage, scheduler.preemptions, queries, hits))
+            queries, hits = self._looked_up.get(replica.number, (0, 0))
+            counts = (scheduler.preemptions, queries, hits, total, replica.block_size)
+            loads.append(Load(replica.num_running, replica.num_waiting, usage, *counts))
         return loads
 
     def facts(self) -> dict[str, Any]:
@@ -324,15 +326,15 @@ class RealTimeCluster:
         ask = growing.ask
         by_stop = status == "finished" and output_tokens < ask.max_tokens
         if admitted_ns >= 0 and self.finds_prefixes:
-            self._queries[0] += request.prompt_tokens
-            self._queries[1] += cached_tokens
+            queries, hits = self._looked_up.get(replica, (0, 0))
+            self._looked_up[replica] = queries + request.prompt_tokens, hits + cached_tokens
         self._ended.append(
             Ended(
                 number,
                 status,
                 reason,
                 by_stop,
-                request.arrival_ns,
+                request.arrival_ns if self.front is None else self.front.sent_ns[number],
                 admitted_ns,
                 first_token_ns,
                 finished_ns,

@@ -342,7 +342,7 @@ def test_what_no_label_says_is_said_once_above_the_settings() -> None:
         "cost_model=roofline",
     ]
     ended = run(*command, "--smallest")
-    assert ended.out.splitlines()[1] == "of policy chunked, model llama-3.1-8b, tp 1, pp 1"
+    assert ended.out.splitlines()[1] == "of policy chunked, model llama-3.1-8b, tp 1, pp 1, cost model roofline"
     assert _held({"policy": ["orca"], "gpu": ["a100"]}, {"model": "m", "gpu": "h100", "tp": 2}) == (
         "policy orca, model m, gpu a100, tp 2"
     )

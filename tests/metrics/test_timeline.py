@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metrics import MetricsError
-from metrics.drawing.perfetto import Window, parse_window, write_timeline
+from metrics.drawing.perfetto import EVERYTHING, Window, bounded_window, parse_window, write_timeline
+from metrics.pipelines.stage_schedule import schedules
 from tests.metrics.pipelines import MicroBatch, run_pipeline
 from tests.metrics.sample_runs import three_requests
 
@@ -104,6 +105,17 @@ def test_a_window_keeps_what_overlaps_it(tmp_path) -> None:
     for wrong in ("10", "5:5", "a:b", "-1:5", "6:2"):
         with pytest.raises(MetricsError, match="expected from:to in seconds"):
             parse_window(wrong)
+
+
+def test_a_long_run_is_cut_to_its_beginning_and_says_so() -> None:
+    run = three_requests()
+    assert bounded_window(run) == (EVERYTHING, None)
+    window, said = bounded_window(run, most=3)
+    (schedule,) = schedules(run)
+    starts = sorted(schedule.start.ravel().tolist())
+    assert window == (0, starts[3])
+    assert said is not None
+    assert f"3 of {len(starts)} batches" in said
 
 
 def trace_processor() -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import socket
 import time
 
@@ -366,10 +367,14 @@ def test_prompts_that_begin_alike_meet_on_one_replica_of_four(tmp_path):
                 body = {"prompt": [family] * 400 + [turn] * 20, "max_tokens": 2}
                 assert client.json("/v1/completions", body)[0] == 200
         hits = client.metrics()["vllm:prefix_cache_hits_total"]
+        pool = re.search(
+            r'cache_config_info{.*engine="3".*(num_gpu_blocks="\d+")', client.send("/metrics").read().decode()
+        )[1]
     run = read_run(tmp_path / "run")
     where = run.column("requests", "replica").tolist()
     assert len(set(where[0::2])) == len(set(where[1::2])) == 1
     assert hits == run.column("requests", "cached_tokens").sum() == 2 * 2 * 400
+    assert pool == f'num_gpu_blocks="{run.config["num_blocks"]}"'
 
 
 def test_a_fleet_grows_behind_the_door_as_it_is_told():
@@ -400,3 +405,40 @@ def test_nothing_is_kept_of_requests_that_have_ended():
 
         until(lambda: not served.engine.cluster.replicas[0].scheduler.tracks)
         until(lambda: alive() == 0)
+
+
+def test_an_engine_that_breaks_tells_everybody_and_ends_the_session(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from policies import PolicyError\nfrom policies.chunked import Chunked\n\n\n"
+        "class Broken(Chunked):\n"
+        "    def plan(self, queues, draft, kv, host, now_ns):\n"
+        "        if kv.total_blocks - kv.free_blocks > 20:\n"
+        '            raise PolicyError("policy Broken: cannot go on")\n'
+        "        super().plan(queues, draft, kv, host, now_ns)\n"
+    )
+    served = session(tmp_path / "run", policy=f"{tmp_path}/broken.py:Broken")
+
+    def serve_one():
+        with serving(served) as client:
+            answers.append(client.json("/v1/completions", {"prompt": [1] * 600, "max_tokens": 5}))
+
+    answers = []
+    with pytest.raises(SimulationError, match="policy Broken: cannot go on"):
+        serve_one()
+    [(status, answer)] = answers
+    assert status == 500
+    assert answer["error"]["message"] == "policy Broken: cannot go on"
+
+
+def test_a_front_end_delays_what_clients_see_as_a_replay_says(tmp_path):
+    settings = {"terms": {"front_before_us": 30_000, "front_after_us": 20_000, "front_token_us": 50}}
+    with serving(session(tmp_path / "run", **settings)) as client:
+        began = time.perf_counter()
+        response = client.send("/v1/completions", {"prompt": [4] * 64, "max_tokens": 10, "stream": True})
+        response.read(1)
+        assert time.perf_counter() - began > 0.05
+        assert response.read().count(b'"text"') == 10
+    served = read_run(tmp_path / "run")
+    again = replay(read_trace(tmp_path / "run" / "trace.parquet"), ReplayConfig(**{**FAST, **settings}))
+    for column in ("arrival_s", "first_token_s", "finished_s"):
+        assert served.column("requests", column).tolist() == again.tables.column("requests", column).tolist()

@@ -11,6 +11,7 @@ import hmac
 import json
 import re
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -492,6 +493,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A bug of ours: the log has it, the client a sentence."""
+    """A bug of ours: whoever runs the server sees it, the client reads a sentence."""
+    traceback.print_exception(error)
     what = RefusedError("the server failed at this request", status=500, kind="server_error", code="internal_error")
     return _error(what.status, what.as_dict(), None)

@@ -83,7 +83,8 @@ class Step(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The state of one replica. Counters count from the beginning of the session, in tokens where nothing is said."""
+    """The state of one replica. Counters count from the beginning of the session, in tokens where nothing is said.
+    blocks, block_size: of the KV pool."""
 
     running: int
     waiting: int
@@ -91,6 +92,8 @@ class Load(NamedTuple):
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    blocks: int = 0
+    block_size: int = 0
 
 
 class Engine(Protocol):

@@ -111,6 +111,12 @@ class Gauges:
             for number, load in enumerate(loads):
                 family.add_metric((self._model, str(number)), getattr(load, value))
             yield family
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool.", labels=("engine", "block_size", "num_gpu_blocks", "model_name")
+        )
+        for number, load in enumerate(loads):
+            info.add_metric((str(number), str(load.block_size), str(load.blocks), self._model), 1)
+        yield info
         for name, text, late in (
             ("charioteer:wire_lag_seconds", "From a token's time to its writing.", self.wire),
             ("charioteer:clock_lag_seconds", "From a moment's time to its playing.", self._clock),
