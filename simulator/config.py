@@ -91,10 +91,11 @@ class ReplayConfig:
     speculation: str | None = setting(
         None, "Drafts are verified: ngram:4, draft:3 or eagle:4, the method and drafts a step.", group=ENGINE
     )
-    acceptance: str | None = setting(
+    acceptance: str | float | None = setting(
         None,
         "Drafts accepted: 0.7, each=0.8,0.6, curve=RUN, mean=1.5, trace (docs/concepts/speculation.md).",
         group=ENGINE,
+        typed=str | None,
     )
     drafts_found: float | None = setting(
         None, "Share of steps in which ngram finds drafts; 1 by default.", group=ENGINE, least=0, most=1

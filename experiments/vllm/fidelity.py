@@ -22,6 +22,7 @@ from profiler.operators.engine_terms import EngineTerms
 if TYPE_CHECKING:
     from experiments.vllm.steps_from_request_times import Second, Stretch
     from profiler.measurements.profile import Profile
+    from profiler.operators.fitted_model import FittedModel
     from profiler.operators.fitting.device_fit import DeviceFit
     from profiler.specs.hardware import Hardware
     from profiler.specs.model_spec import ModelSpec
@@ -95,11 +96,10 @@ class Bench:
 
     def replay(self, variant: Variant | None = None) -> Fidelity:
         """Replay the run, changed as the variant says; raises what `simulator.replay` raises."""
-        from profiler.operators.compose import compose
         from simulator import replay
 
         variant = variant or Variant("as it is")
-        cost = compose(self.fit, self.spec, self.hardware, tp=self.tp, terms=replace(self.terms, **variant.terms))
+        cost = self._cost(replace(self.terms, **variant.terms))
         options = {**self.run.settings(), "tp": self.tp, **variant.options}
         options["max_model_len"] = options["max_model_len"] or self.spec.max_position
         replayed = replay(self.run.trace(), cost=cost, model=self.spec.name, gpu=self.hardware.name, **options)
@@ -110,16 +110,26 @@ class Bench:
     def decode_seconds(self) -> list[Second]:
         """Seconds of the run's log with decode steps alone, measured and predicted."""
         from experiments.vllm.steps_from_request_times import decode_seconds
-        from profiler.operators.compose import compose
 
-        return decode_seconds(self.run, compose(self.fit, self.spec, self.hardware, tp=self.tp, terms=self.terms))
+        return decode_seconds(self.run, self._cost(self.terms))
 
     def known_stretches(self) -> list[Stretch]:
         """Decode steps whose number the run's request times tell exactly, measured and predicted."""
         from experiments.vllm.steps_from_request_times import known_stretches
-        from profiler.operators.compose import compose
 
-        return known_stretches(self.run, compose(self.fit, self.spec, self.hardware, tp=self.tp, terms=self.terms))
+        return known_stretches(self.run, self._cost(self.terms))
+
+    def _cost(self, terms: EngineTerms) -> FittedModel:
+        """Costs of the run's own layout; experts and whatever else a fit of one model lacks are the card's."""
+        from profiler.operators.compose import CardFiles, compose
+        from profiler.operators.fitted_model import find_fitted
+        from profiler.specs.parallel_layout import ParallelLayout
+
+        settings = self.run.settings()
+        whole = bool(settings["ep"]) and self.spec.experts > 0
+        layout = ParallelLayout(self.tp, int(settings["dp"]), whole)
+        files = CardFiles(find_fitted(self.hardware.kernels_of or self.hardware.name))
+        return compose(self.fit, self.spec, self.hardware, tp=self.tp, layout=layout, files=files, terms=terms)
 
     def variants(self) -> tuple[Variant, ...]:
         """The ablation, with the blocks that the run's log shows to be shared where it shows any."""

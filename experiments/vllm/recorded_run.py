@@ -85,6 +85,8 @@ class VllmRun:
         return {
             "policy": "vllm_v1",
             "tp": tensor_parallel,
+            "dp": int(asked.get("data_parallel_size") or 1),
+            "ep": bool(asked.get("enable_expert_parallel") or False),
             "max_num_seqs": int(asked.get("max_num_seqs") or self.resolved("scheduler_config", "max_num_seqs", 256)),
             "token_budget": int(
                 asked.get("max_num_batched_tokens") or self.resolved("scheduler_config", "max_num_batched_tokens", 2048)

@@ -6,6 +6,7 @@ print, fonts embedded as TrueType) and PNG (for the screen).
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -150,7 +151,21 @@ FOOTNOTE_POINTS = 5.0
 def costs_said(configs: Iterable[Mapping[str, Any]]) -> list[str]:
     """What the costs of these runs rest on, as their configs know it."""
     told = [(config.get("cost_model"), config.get("cost_evidence")) for config in configs]
-    return [f"Costs: {name} ({found.get('words')})." for name, found in told if isinstance(found, Mapping)]
+    words: dict[str, list[str]] = {}
+    for name, found in told:
+        if isinstance(found, Mapping):
+            words.setdefault(str(name), []).append(str(found.get("words")))
+    return [f"Costs: {name} ({_spanned(each)})." for name, each in words.items()]
+
+
+def _spanned(words: Sequence[str]) -> str:
+    """What runs of one cost model rest on: their own words, or the range of their measured shares."""
+    different = list(dict.fromkeys(words))
+    found = [re.match(r"partly measured: (\d+) %", each) for each in different]
+    shares = [int(each[1]) for each in found if each]
+    if len(different) > 1 and len(shares) == len(different):
+        return f"partly measured: {min(shares)} to {max(shares)} %"
+    return " | ".join(different)
 
 
 def footnote(figure: Figure, said: Sequence[str]) -> Figure:

@@ -166,31 +166,67 @@ def _goes_on(cut: Mapping[str, float], letters: int) -> str:
 
 
 def batch_composition(runs: Runs, *, width_in: float = DOUBLE_COLUMN_IN) -> Figure:
-    """Prefill, decode and dummy tokens of a batch over time, one panel per run; means over equal slices of the run.
+    """How large batches are, and what they hold. Left: share of batches by their tokens, the largest marked, runs with
+    equal curves as one line. Right: the mean batch, divided into prefill, decode and dummy tokens."""
+    from metrics.drawing.log_axis import log_scale
 
-    Every panel has its own vertical scale: batches of 100 and of 2000 tokens both stay readable.
-    """
     with house_style():
-        columns = 1 if len(runs) <= 2 else 2
-        rows = -(-len(runs) // columns)
-        figure, axes = new_figure(width_in, 0.45 + 1.05 * rows, rows, columns, sharex=True)
-        panels = list(axes.flat)
-        for ax, (label, run) in zip(panels, runs.items()):
-            ax.set_title(shown_name(label, letters_in(0.72 * width_in / columns, 8)), loc="left", pad=2)
-            if run.rows("iterations"):
-                _stack_batches(ax, run)
-            else:
-                ax.text(0.5, 0.5, "no batch ran", transform=ax.transAxes, ha="center", va="center", color=SOFT_INK)
-                ax.set_yticks([])
-        panels[0].set_xlim(0, max(map(_end_s, runs.values()), default=1))
-        for ax in panels[len(runs) :]:
-            ax.set_visible(False)
-        for ax in panels[max(len(runs) - columns, 0) : len(runs)]:
-            ax.tick_params(labelbottom=True)
-        figure.supxlabel("time (s)", fontsize=8)
-        figure.supylabel("tokens per batch", fontsize=8)
+        figure, axes = new_figure(width_in, 1.3 + max(1.0, 0.2 * len(runs)), 1, 2)
+        sizes_axes, parts_axes = axes[0]
+        styles, parts = _styles(runs), {label: _parts(run) for label, run in runs.items()}
+        found = {label: np.sort(sum(each.values())) for label, each in parts.items()}
+        drawn = {label: sizes[sizes > 0] for label, sizes in found.items() if len(sizes[sizes > 0])}
+        for labels in _coinciding(drawn):
+            sizes = drawn[labels[0]]
+            values, counts = np.unique(sizes, return_counts=True)
+            share = 100 * np.cumsum(counts) / len(sizes)
+            name = shown_name(" = ".join(labels), letters_in(0.2 * width_in, 7))
+            style = styles[labels[0]]
+            sizes_axes.plot(values, share, label=name, drawstyle="steps-post", **style.line())
+            sizes_axes.plot(values[-1:], share[-1:], style.marker, color=style.colour, markersize=4, clip_on=False)
+        if not drawn:
+            say_empty(sizes_axes, "no batch ran")
+            say_empty(parts_axes, "no batch ran")
+            return figure
+        log_scale(sizes_axes, "x")
+        sizes_axes.set_ylim(0, 101)
+        sizes_axes.set_xlabel("tokens of a batch")
+        sizes_axes.set_ylabel("% of batches up to this size")
+        figure.legend(*sizes_axes.get_legend_handles_labels(), loc="outside right center", fontsize=7)
+        rows = np.arange(len(runs))
+        left = np.zeros(len(runs))
+        for name, look in _PARTS.items():
+            mean = np.array([float(parts[label][name].mean()) if len(parts[label][name]) else 0.0 for label in runs])
+            parts_axes.barh(rows, mean, left=left, height=0.7, **look)
+            left += mean
+        for row, label in enumerate(runs):
+            if label in drawn:
+                most = f" largest {drawn[label][-1]:,.0f}"
+                parts_axes.text(left[row], row, most, va="center", fontsize=6, color=SOFT_INK)
+        parts_axes.set_xlim(0, 1.6 * left.max())
+        parts_axes.set_yticks(rows, [shown_name(label, letters_in(0.2 * width_in, 7)) for label in runs])
+        parts_axes.invert_yaxis()
+        parts_axes.set_xlabel("mean tokens of a batch")
         _legend_of_parts(figure)
         return figure
+
+
+def _parts(run: RunTables) -> dict[str, Floats]:
+    """Prefill, decode and dummy tokens of every batch."""
+    columns = {"prefill": "chunk_tokens", "decode": "decodes", "dummy": "dummy_tokens"}
+    return {name: run.column("iterations", column).astype(np.float64) for name, column in columns.items()}
+
+
+def _coinciding(samples: Mapping[str, Floats]) -> list[list[str]]:
+    """Labels in groups of equal samples."""
+    groups: list[list[str]] = []
+    for label, values in samples.items():
+        twin = next((group for group in groups if np.array_equal(samples[group[0]], values)), None)
+        if twin is None:
+            groups.append([label])
+        else:
+            twin.append(label)
+    return groups
 
 
 def _styles(runs: Runs) -> dict[str, LineStyle]:
@@ -324,30 +360,6 @@ def _over_time(ax: Axes, edges: Floats, values: Floats, look: _Look) -> None:
         clip_on=False,
         **look.style.line(),
     )
-
-
-def _stack_batches(ax: Axes, run: RunTables) -> None:
-    end = run.column("iterations", "end_s")
-    edges = _edges(run)
-    batches, _ = np.histogram(end, edges)
-    tokens = {
-        "prefill": run.column("iterations", "chunk_tokens"),
-        "decode": run.column("iterations", "decodes"),
-        "dummy": run.column("iterations", "dummy_tokens"),
-    }
-    below = np.zeros(len(edges) - 1)
-    for name, values in tokens.items():
-        mean = np.histogram(end, edges, weights=values)[0] / np.maximum(batches, 1)
-        ax.fill_between(
-            np.repeat(edges, 2)[1:-1],
-            np.repeat(below, 2),
-            np.repeat(below + mean, 2),
-            where=np.repeat(mean > 0, 2),
-            **_PARTS[name],
-        )
-        below = below + mean
-    ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter("{x:,g}")
 
 
 def _legend_of_parts(figure: Figure) -> None:

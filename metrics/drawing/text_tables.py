@@ -69,8 +69,8 @@ def comparison_table(
 ) -> Table:
     """One row per run, the best value of each column in bold (rivals=False: nobody is best, as among SLO classes).
 
-    A column that no run has a value for is left out; so are the least telling ones when the table would be wider than
-    max_width (by default what rich takes for the width of the terminal).
+    A column that no run has a value for (prefix hits: none above 0) is left out; so are the least telling ones when the
+    table would be wider than max_width (by default what rich takes for the width of the terminal).
     """
     from rich.console import Console
     from rich.table import Table
@@ -88,7 +88,7 @@ def comparison_table(
             _column_cells(key, list(summaries.values())),
         )
         for heading, key, better, rank in _COMPARED
-        if any(_number(summary.get(key)) is not None for summary in summaries.values())
+        if any(_tells(key, summary) for summary in summaries.values())
     }
 
     def width() -> int:
@@ -178,6 +178,12 @@ def differences_table(labels: tuple[str, str], found: Mapping[str, Mapping[str, 
         values = [format_value(key, row["first"]), format_value(key, row["second"])]
         table.add_row(key, *values, relative, style="dim" if same else "")
     return table
+
+
+def _tells(key: str, summary: Summary) -> bool:
+    """Whether a run has something to say in a column: no hits are no news where nothing was to be hit."""
+    value = _number(summary.get(key))
+    return value is not None and (key != "cached_share" or value > 0)
 
 
 def tenant_table(label: str, tenants: Tenants, bound: float | None, *, most: int = 40) -> Table:

@@ -23,6 +23,8 @@ Array = NDArray[np.float64]
 TILES = (16, 32, 64, 128)
 """Rows that kernels of experts deal out at a time."""
 DRAWS = 12
+MORE_DRAWS = 96
+"""Of spreads whose counts are drawn one by one: few tokens scatter most, and drawing is quick."""
 MOST_DRAWN = 65536
 """Tokens of a batch beyond which loads are those of so many in proportion."""
 
@@ -58,7 +60,8 @@ class Spread:
         return f"power_law_{self.alpha:g}" if self.kind == "power_law" else self.kind
 
     def counts(self, tokens: int, experts: int, top_k: int, draws: int = DRAWS) -> Array:
-        """[draws, experts]: tokens that each expert gets. Whole numbers; every row sums to tokens * top_k."""
+        """[draws, experts]: tokens that each expert gets, whole numbers. Rows sum to tokens * top_k; where experts are
+        drawn one by one, in the mean."""
         total = tokens * top_k
         if self.kind == "balanced":
             return _balanced(tokens, experts, top_k)[None]
@@ -74,7 +77,7 @@ class Spread:
             shares = np.array(self.shares)
         # No token goes to one expert twice: each count is binomial, with at most `tokens`.
         likely = np.minimum(shares * top_k, 1.0)
-        return rng.binomial(tokens, likely, (draws, experts)).astype(float)
+        return rng.binomial(tokens, likely, (max(draws, MORE_DRAWS), experts)).astype(float)
 
 
 @dataclass(frozen=True)

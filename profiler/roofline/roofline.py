@@ -180,7 +180,7 @@ class Roofline:
             ns = int(touched * facts[4] + facts[5])
         rows += dummy
         if chunks:
-            pairs = kv = 0
+            pairs = kv = 0.0
             for tokens, prefix in chunks:
                 rows += tokens
                 pairs += tokens * (2 * prefix + tokens + 1)
@@ -212,8 +212,8 @@ class Roofline:
             if len(chunks) == 1 and not self._differ:
                 tokens, prefix = chunks[0]
                 rows += tokens
-                pairs = tokens * (2 * prefix + tokens + 1)
-                kv = prefix + 2 * tokens
+                pairs = float(tokens * (2 * prefix + tokens + 1))
+                kv = float(prefix + 2 * tokens)
             else:
                 rows += sum([chunk[0] for chunk in chunks])
                 pairs, kv = self._chunk_work(chunks)

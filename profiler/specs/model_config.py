@@ -7,6 +7,7 @@ is one function that knows its family's spellings and defaults.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -72,7 +73,8 @@ def _named(text: str) -> ModelSpec:
 
 def _spellings(name: str) -> list[str]:
     forms = [name, name.replace("_", "-")]
-    for ending in ("-instruct", "-chat", "-hf", "-base"):
+    forms += [re.sub(r"-\d{4}$", "", form) for form in list(forms)]  # a month of release, as in -Instruct-2507
+    for ending in ("-instruct", "-thinking", "-chat", "-hf", "-base"):
         forms += [form.removesuffix(ending) for form in list(forms)]
     forms += [form.replace("meta-llama-", "llama-") for form in list(forms)]
     return list(dict.fromkeys(forms))

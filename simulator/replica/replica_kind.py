@@ -176,7 +176,7 @@ def make_engine(config: ReplayConfig, trace: Trace, cost: CostModel | None = Non
         num_blocks = int(num_blocks * compression_ratio(config, mean_tokens))
     acceptance = None
     if speculation is not None:
-        acceptance = make_acceptance(config.acceptance, config.drafts_found, speculation, trace, config.seed)
+        acceptance = make_acceptance(str(config.acceptance), config.drafts_found, speculation, trace, config.seed)
     front = FrontEndTimes.of(terms)
     engine = Engine(policy, cost, num_blocks, max_model_len, config, named=named, front=front, acceptance=acceptance)
     ranks = getattr(cost, "ranks", config.dp)

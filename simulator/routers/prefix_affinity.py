@@ -17,6 +17,33 @@ from policies.contract.policy import knob
 from simulator.routers.router import ReplicaView, Router, least, outstanding_requests
 
 
+class PrefixMemory:
+    """Which prefix hashes were sent to which replica."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, OrderedDict[int, None]] = {}
+
+    def match(self, number: int, hashes: Sequence[int]) -> int:
+        """How many of a prompt's hashes, from its beginning, were sent to a replica."""
+        seen = self._seen.get(number)
+        if not seen:
+            return 0
+        for index, name in enumerate(hashes):
+            if name not in seen:
+                return index
+        return len(hashes)
+
+    def remember(self, number: int, hashes: Sequence[int], most: int) -> None:
+        """Note a prompt's hashes; of more than `most` the least recently used are forgotten."""
+        seen = self._seen.setdefault(number, OrderedDict())
+        # Deepest first: what is forgotten first is the end of a prefix, never its beginning.
+        for name in reversed(hashes):
+            seen[name] = None
+            seen.move_to_end(name)
+        while len(seen) > most:
+            seen.popitem(last=False)
+
+
 @dataclass
 class PrefixAffinity(Router):
     """The replica with the longest known prefix if enough of the prompt matches and loads are even; else the fewest
@@ -31,37 +58,19 @@ class PrefixAffinity(Router):
     routes_by: ClassVar[str] = "prefix_hashes"
     paper: ClassVar[str] = "SGLang's cache-aware router (its defaults)"
 
-    _seen: dict[int, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)
+    _memory: PrefixMemory = field(default_factory=PrefixMemory, init=False, repr=False)
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         hashes = request.prefix_hashes
         chosen = least(replicas, outstanding_requests)
         if hashes and not self._uneven(replicas, chosen):
-            matches = {replica.number: self._match(replica.number, hashes) for replica in replicas}
+            matches = {replica.number: self._memory.match(replica.number, hashes) for replica in replicas}
             best = least(replicas, lambda replica: (-matches[replica.number], outstanding_requests(replica)))
             if matches[best.number] > 0 and matches[best.number] >= self.least_match * len(hashes):
                 chosen = best
-        self._remember(chosen.number, hashes)
+        self._memory.remember(chosen.number, hashes, self.remembered)
         return chosen
 
     def _uneven(self, replicas: Sequence[ReplicaView], idlest: ReplicaView) -> bool:
         most, fewest = max(map(outstanding_requests, replicas)), outstanding_requests(idlest)
         return most - fewest > self.uneven_requests and most > self.uneven_ratio * fewest
-
-    def _match(self, number: int, hashes: Sequence[int]) -> int:
-        seen = self._seen.get(number)
-        if not seen:
-            return 0
-        for index, name in enumerate(hashes):
-            if name not in seen:
-                return index
-        return len(hashes)
-
-    def _remember(self, number: int, hashes: Sequence[int]) -> None:
-        seen = self._seen.setdefault(number, OrderedDict())
-        # Deepest first: what is forgotten first is the end of a prefix, never its beginning.
-        for name in reversed(hashes):
-            seen[name] = None
-            seen.move_to_end(name)
-        while len(seen) > self.remembered:
-            seen.popitem(last=False)

@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
     "session_affinity": "simulator.routers.session_affinity:SessionAffinity",
     "vllm_ranks": "simulator.routers.vllm_ranks:VllmRanks",
     "prefix_affinity": "simulator.routers.prefix_affinity:PrefixAffinity",
+    "weighted_scores": "simulator.routers.weighted_scores:WeightedScores",
 }
 
 ENTRY_POINT_GROUP = "charioteer.routers"

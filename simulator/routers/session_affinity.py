@@ -16,9 +16,11 @@ from simulator.routers.router import ReplicaView, Router, least, numbered, outst
 class SessionAffinity(Router):
     """The replica that served the session before; a new session, or one that has to move, goes to the fewest requests.
 
-    Requests without a session are routed each by itself.
+    Requests without a session are routed each by itself. By program, all calls of a tree stay together: sub-agents find
+    the system prompt and the beginnings that they share, and nobody else's.
     """
 
+    by: str = knob("session", "what stays together: a session, or a whole program", choices=("session", "program"))
     spill: int = knob(
         0, "a session moves when its replica has so many requests more than the least loaded one; 0: never", least=0
     )
@@ -30,12 +32,13 @@ class SessionAffinity(Router):
 
     def choose(self, request: Request, replicas: Sequence[ReplicaView], rng: Random) -> ReplicaView:
         idlest = least(replicas, outstanding_requests)
-        if request.session is None:
+        name = request.program if self.by == "program" else request.session
+        if name is None:
             return idlest
-        home = numbered(replicas, self._home.get(request.session))
+        home = numbered(replicas, self._home.get(name))
         if home is None or self._too_busy(home, idlest):
             home = idlest
-            self._home[request.session] = home.number
+            self._home[name] = home.number
         return home
 
     def _too_busy(self, home: ReplicaView, idlest: ReplicaView) -> bool:

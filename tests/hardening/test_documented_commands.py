@@ -79,6 +79,7 @@ ELSEWHERE = {
     r"experiments arena": ("tests/experiments/test_arena.py", '["arena", str(path)'),
     r"experiments fidelity": ("tests/experiments/test_fidelity.py", '["fidelity", "--run"'),
     r"profiler compare .*--scattered": ("tests/profiler/test_compare.py", '"--scattered", "--beside"'),
+    r"profiler fit-experts": ("tests/profiler/test_experts.py", 'fit_experts("bfloat16", tables, hardware)'),
     r"profiler refine": ("tests/profiler/test_fit.py", '["refine", '),
 }
 """What another test runs: pattern -> that test, and the words by which it does."""
@@ -120,6 +121,7 @@ LESS = {
         "256",
     ),
     ("experiments", "capacity --smallest"): ("--workers", "0", "--gpus", "a100", "--policies", "chunked"),
+    ("experiments", "engines"): ("--only", "gpt-oss", "--every", "40"),
     ("experiments", "claims"): ("c02_decode_cost", *QUICK, "--out", "claims.json"),
     ("experiments", "gallery"): ("--results", "runs/figures", "--out", "gallery.md"),
     ("experiments", "sarathi-pipeline"): ("--requests", "8"),

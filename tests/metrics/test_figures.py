@@ -71,10 +71,16 @@ def test_runs_alike_keep_plain_axes_and_their_whole_length() -> None:
     assert (queued.get_yscale(), queued.get_title(loc="right"), queued.get_xlim()) == ("linear", "", (0, 12))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_batch_composition_has_a_panel_per_run(count) -> None:
-    figure = batch_composition({f"run {i}": three_requests() for i in range(count)})
-    assert [ax.get_title(loc="left") for ax in figure.axes if ax.get_visible()] == [f"run {i}" for i in range(count)]
+def test_batch_composition_groups_runs_that_coincide_and_names_the_largest_batch() -> None:
+    run = three_requests()
+    figure = batch_composition({"one": run, "two": run})
+    tokens = sum(run.column("iterations", name) for name in ("chunk_tokens", "decodes", "dummy_tokens"))
+    names = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert "one = two" in names
+    assert {text.get_text().strip() for text in figure.axes[1].texts} == {f"largest {tokens.max():,}"}
+    assert len(figure.axes[1].patches) == 2 * 3
+    widths = sum(patch.get_width() for patch in figure.axes[1].patches)
+    assert widths == pytest.approx(2 * tokens.mean())
 
 
 def test_all_figures_are_written_for_print_and_screen(tmp_path) -> None:
@@ -110,6 +116,7 @@ def test_any_name_of_a_run_stands_in_the_legend_and_inside_the_figure(name) -> N
         width = figure.bbox.width
         texts = [text for legend in figure.legends for text in legend.get_texts()]
         texts += [axes.title for axes in figure.axes] + [axes._left_title for axes in figure.axes]
+        texts += [label for axes in figure.axes for label in axes.get_yticklabels()]
         assert any("".join(name.split()) == "".join(text.get_text().replace("\\$", "$").split()) for text in texts)
         for text in texts:
             box = text.get_window_extent()

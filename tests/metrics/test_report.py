@@ -69,6 +69,14 @@ def test_a_comparison_of_many_policies_fits_the_terminal(width) -> None:
     assert ("3 of 4" in text) == (width > 80)
 
 
+def test_prefix_hits_stand_in_the_table_where_there_are_any() -> None:
+    summary = {"finished": 9, "ttft_s_p50": 0.5, "cached_share": 0.25}
+    headings = [str(column.header) for column in comparison_table({"a": summary, "b": summary}, max_width=200).columns]
+    assert "prefix\nhits" in headings
+    none = comparison_table({"a": {**summary, "cached_share": 0.0}}, max_width=200)
+    assert "prefix\nhits" not in [str(column.header) for column in none.columns]
+
+
 def test_show_prints_the_summary_of_the_folder_or_anew(run_folder) -> None:
     printed = json.loads(call("show", run_folder, "--json").out)
     assert printed == json.loads((run_folder / "summary.json").read_text())

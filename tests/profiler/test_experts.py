@@ -23,6 +23,7 @@ from profiler.operators.fitting.model_file import shipped
 from profiler.specs.hardware import load_hardware
 from profiler.specs.model_config import load_model_spec
 from profiler.specs.parallel_layout import ParallelLayout
+from tests.shared_data import shared
 
 
 def test_an_even_draw_touches_as_many_experts_as_probability_says() -> None:
@@ -97,6 +98,30 @@ def test_experts_of_an_h200_cost_what_was_measured_of_them() -> None:
         for width in (384, 512, 768)
     )
     assert narrow < middle < wide
+
+
+@pytest.mark.originals
+def test_another_project_measured_the_same_experts_alike() -> None:
+    """LLMServingSim's profile of Qwen3-30B-A3B on an RTX PRO 6000, by tokens and by experts that got any; our tables are
+    aiconfigurator's of that card, under an even draw."""
+    import csv
+
+    with shared("profiles/llmservingsim/RTXPRO6000/Qwen3-30B-A3B-Instruct-2507/tp1/moe.csv").open() as lines:
+        rows = [
+            (int(row["tokens"]), float(row["activated_experts"]), float(row["time_us"]))
+            for row in csv.DictReader(lines)
+        ]
+    path = shipped("rtxpro6000", "experts")
+    assert path is not None
+    times = read_card(path).experts_in("bfloat16").times(ExpertShape(2048, 768, 128, 8), Spread("uniform"))
+    errors = []
+    for tokens in sorted({row[0] for row in rows}):
+        own = sorted(row[1:] for row in rows if row[0] == tokens)
+        touched = loads(Spread("uniform"), tokens, 128, 8).touched
+        measured = np.interp(touched, *np.array(own).T)
+        errors.append(abs(float(times.us(np.array([float(tokens)]))[0]) / measured - 1))
+    assert np.median(errors) < 0.1
+    assert max(errors) < 0.25
 
 
 def test_a_card_without_kernels_of_a_format_says_which_it_has() -> None:

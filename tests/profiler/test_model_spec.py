@@ -480,3 +480,7 @@ def test_named_models_are_what_their_configs_say(name: str, file: str) -> None:
     own, read = load_model_spec(name), load_model_spec(REAL / f"{file}_config.json")
     same = {**read.summary(), "name": own.name, "source": own.source}
     assert own.summary() == same
+
+
+def test_a_month_of_release_is_no_part_of_a_name() -> None:
+    assert load_model_spec("Qwen/Qwen3-30B-A3B-Instruct-2507") is load_model_spec("qwen3-30b-a3b")

@@ -93,6 +93,7 @@ ROUTERS = [
     ("power_of_two", {"by": "tokens", "choices": 3}),
     ("session_affinity", {"spill": 1}),
     ("prefix_affinity", {"uneven_requests": 1}),
+    ("weighted_scores", {"remembered": 5}),
     ("least_outstanding_tokens", {"decode_weight": 0.3}),
     ("least_outstanding_tokens", {"decode_weight": 0.0}),
     ("remembers", {}),

@@ -108,6 +108,39 @@ def test_a_prefix_is_followed_while_loads_are_even():
     assert route(router, views, Request(3, 0, 2048, 10, (1, 2, 3, 4), 512)) == 1, "five more than none is uneven"
 
 
+def test_scores_weigh_what_is_known_against_queues_and_memory():
+    """Of 3 for the prompt, 2 for the queue and 2 for free KV, by hand."""
+    router = make_router("weighted_scores")
+    views = [View(0), View(1), View(2)]
+    known = Request(0, 0, 2048, 10, (1, 2, 3, 4), 512)
+    assert route(router, views, known) == 0, "all alike: the first"
+    views[0].num_waiting, views[1].num_waiting = 4, 2
+    # 0: 3 + 0 + 2 = 5; 1: 0 + 1 + 2 = 3; 2: 0 + 2 + 2 = 4.
+    assert route(router, views, known) == 0
+    # Half known: 1.5 + 0 + 2 = 3.5 at 0, and 4 at 2.
+    assert route(router, views, Request(1, 0, 2048, 10, (1, 2, 8, 9), 512)) == 2
+    # 0, its memory full: 3 + 0 + 0; 1: 0 + 1 + 2; 2, which half of it was sent to meanwhile: 1.5 + 2 + 0.49 x 2.
+    views[0].free_blocks, views[2].free_blocks = 0, 49
+    assert route(router, views, known) == 2
+    assert route("weighted_scores", views, known, prefix_weight=0, kv_weight=0) == 2
+    assert route("weighted_scores", views, known, prefix_weight=0, queue_weight=0) == 1
+
+
+def test_a_whole_program_stays_together():
+    views = [View(0), View(1)]
+    call = Request(0, 0, 100, 10, session="p.0", program="p")
+    for by, second in (("session", 1), ("program", 0)):
+        views[0].num_running = 0
+        router = make_router("session_affinity", {"by": by})
+        assert route(router, views, call) == 0
+        views[0].num_running = 1
+        assert route(router, views, call._replace(session="p.1")) == second
+    router = make_router("session_affinity", {"by": "program", "spill": 1})
+    assert route(router, views, call) == 1
+    views[1].num_running = 2
+    assert route(router, views, call) == 0, "spilled"
+
+
 def test_the_end_of_a_prefix_is_forgotten_first():
     router = make_router("prefix_affinity", {"remembered": 2, "least_match": 0.4})
     views = [View(0), View(1)]

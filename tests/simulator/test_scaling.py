@@ -144,6 +144,30 @@ def test_a_prefix_that_waits_for_memory_is_not_looked_up_again_in_every_plan() -
     assert growth(make) < MOST
 
 
+def test_long_answers_planned_one_batch_ahead() -> None:
+    """Four times the answer is hardly more work: equal decodes are crossed at once."""
+
+    def make(n: int) -> tuple[Trace, dict[str, Any]]:
+        trace = trace_of([(0, 100 + i, 10 * n) for i in range(4)])
+        return trace, {"policy": "vllm_v1", "knobs": {"async_scheduling": True}, "num_blocks": 40 * n}
+
+    assert growth(make) < 1.5
+
+
+@pytest.mark.parametrize("tokens", [4, 400])
+def test_work_for_a_prefix_cache_goes_with_hashes(tokens: int) -> None:
+    """Blocks of 4 tokens, a hash of 4 or of 400: prompts four times as long cost four times as much, or hardly more."""
+
+    def make(n: int) -> tuple[Trace, dict[str, Any]]:
+        length = 40 * n if tokens > 4 else 4 * n
+        trace = trace_of([(0.5 * i, length + 1, 2) for i in range(12)])
+        hashes = [tuple(range(-(-length // tokens))) for _ in range(12)]
+        options = {"policy": "vllm_v1", "prefix_caching": True, "num_blocks": 60 * n, "token_budget": 1 << 20}
+        return replace(trace, prefix_hashes=hashes, hash_tokens=tokens), options
+
+    assert growth(make) < MOST
+
+
 @pytest.mark.parametrize("kv_bandwidth", [1e12, 1e6])
 def test_prompts_whose_kv_moves(kv_bandwidth: float) -> None:
     def make(n: int) -> tuple[Trace, dict[str, Any]]:

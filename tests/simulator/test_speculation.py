@@ -208,3 +208,8 @@ def test_advice_says_whether_to_switch_it_on():
     assert any(reason.startswith("speculation eagle:4: leave it off") for reason in off.reasons)
     assert off.config.speculation is None
     assert off.config.acceptance is None
+
+
+def test_a_number_is_a_chance_as_well():
+    trace = trace_of([(0.0, 5, 9)])
+    assert run(trace, acceptance=0.5).summary["draft_tokens"] == run(trace, acceptance="0.5").summary["draft_tokens"]
