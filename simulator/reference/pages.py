@@ -15,6 +15,7 @@ from policies.decode_maximal import DecodeMaximal
 from policies.dynamic_chunk import DynamicChunk
 from policies.fair.predicted_sjf import PredictedSjf
 from policies.goodput_drafts import GoodputDrafts
+from policies.most_in_time import MostInTime
 from policies.orca import Orca
 from policies.prefill_priority import PrefillPriority
 from policies.request_level import RequestLevel
@@ -56,7 +57,7 @@ def orca(plan: Plan, knobs: Orca) -> None:
 def _longest(plan: Plan, job: Job, reserve: str) -> int:
     """Tokens that a request may grow to: its own limit, or the longest allowed."""
     limit = job.request.prompt_tokens + job.request.max_output_tokens
-    return max(limit, plan.limits.longest) if reserve == "longest" else limit
+    return max(limit, plan.longest) if reserve == "longest" else limit
 
 
 def request_level(plan: Plan, knobs: RequestLevel) -> None:
@@ -389,6 +390,84 @@ def slo_aware(plan: Plan, knobs: SloAware) -> None:
             line_stands = not got
 
 
+def most_in_time(plan: Plan, knobs: MostInTime) -> None:
+    """Moore and Hodgson (Moore 1968): jobs by deadline, and whenever the last of them would be late, the longest of
+    those taken so far is given up. Given-up and late prompts start while few others of their kind run."""
+    ttft_ns, tbt_ns = round(knobs.ttft_s * NS_PER_S), round(knobs.tbt_s * NS_PER_S)
+
+    def room(prefix: int) -> tuple[int, Ns]:
+        """Tokens for prompts beside the decodes, and how long such an iteration takes."""
+        shape = plan.shape
+        if plan.limits.estimate is None:
+            return knobs.chunk_size - shape.decodes, 0
+
+        def shape_of(rows: int) -> BatchShape:
+            return shape._replace(chunks=((rows - shape.decodes, prefix),))
+
+        least = (shape.decodes // plan.limits.tile + 1) * plan.limits.tile
+        rows = max(least, knobs.chunk_size)
+        if not any(job.prefilled for job in plan.books.running):
+            return rows - shape.decodes, _estimate(plan, shape_of(rows))
+        most_ns = round(knobs.use * knobs.tbt_s * NS_PER_S)
+        rows = _most_rows(plan, most_ns, least, rows, shape_of)
+        takes_ns = _estimate(plan, shape_of(rows))
+        return 0 if takes_ns > most_ns else rows - shape.decodes, takes_ns
+
+    def due_ns(job: Job) -> Ns:
+        return job.last_token_ns + tbt_ns if job.delivered else job.request.arrival_ns + ttft_ns
+
+    plan.decode_all()
+    if not plan.prompts() and not plan.waiting:
+        return
+    left, takes_ns = room(0)
+    if left <= 0:
+        return
+    token_ns = takes_ns / max(1, left)
+    preempted = [job for job in plan.waiting if job.preemptions]
+    others = [job for job in plan.waiting if not job.preemptions]
+    lost = [job for job in others if job.request.arrival_ns + ttft_ns < plan.now_ns]
+    in_time = others[len(lost) :][: knobs.window]
+    taken: list[Job] = []
+    given_up: list[Job] = [] if plan.victims else lost[: knobs.window]
+    work_ns = 0.0
+    candidates = plan.prompts() + ([] if plan.victims else preempted + in_time)
+    for job in sorted(candidates, key=lambda job: (due_ns(job), job.request.id)):
+        taken.append(job)
+        work_ns += job.lacking * token_ns
+        if plan.now_ns + work_ns > due_ns(job):
+            longest = min(taken, key=lambda one: (-one.lacking, one.request.id))
+            taken.remove(longest)
+            given_up.append(longest)
+            work_ns -= longest.lacking * token_ns
+    given_up.sort(key=lambda job: (job.order < 0, job.lacking, job.request.id))
+    order = taken + given_up
+    if order and order[0].context:
+        left, _ = room(order[0].context)
+    for job in taken:
+        if left <= 0:
+            return
+        got = plan.run(job, left) if job.order >= 0 else plan.admit(job, left, reserve=job.known)
+        if not got:
+            return
+        left -= got
+    running = plan.books.running
+    most = knobs.lost * plan.books.num_running if any(job.prefilled for job in running) else NO_LIMIT
+    late = sum(
+        bool(job.delivered) and job.first_token_ns - job.request.arrival_ns > knobs.ttft_s * NS_PER_S for job in running
+    )
+    for job in given_up:
+        if left <= 0:
+            return
+        if job.order >= 0:
+            left -= plan.run(job, left)
+        elif late < max(1.0, most):
+            got = plan.admit(job, left, reserve=job.known)
+            if not got:
+                return
+            left -= got
+            late += 1
+
+
 def _candidates(
     waiting: list[Job], targets: Mapping[str | None, Any], window: int, late_already: Callable[[Job], bool]
 ) -> list[Job]:
@@ -413,6 +492,7 @@ PAGES: Mapping[type[Policy], Callable[[Plan, Any], None]] = {
     GoodputDrafts: chunked,
     DecodeMaximal: decode_maximal,
     DynamicChunk: dynamic_chunk,
+    MostInTime: most_in_time,
     Orca: orca,
     PredictedSjf: predicted_sjf,
     PrefillPriority: prefill_priority,

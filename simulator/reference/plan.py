@@ -54,9 +54,14 @@ class Plan:
         return sum(not row.chunk for row in self.rows)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request that can run: what the pool cannot hold never does."""
+        return min(self.limits.longest, self.blocks.total * self.blocks.size)
+
+    @property
     def slots(self) -> int:
         """Requests of the longest length that fit in memory and may run at once, per micro-batch."""
-        fit = self.blocks.total // max(1, self.blocks.number_for(self.limits.longest))
+        fit = self.blocks.total // max(1, self.blocks.number_for(self.longest))
         if self.limits.max_num_seqs is not None:
             fit = min(fit, self.limits.max_num_seqs)
         return max(1, fit // self.limits.micro_batches)

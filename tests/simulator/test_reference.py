@@ -120,6 +120,14 @@ KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "ageing": st.sampled_from([0.0, 7.0]),
         "window": st.integers(1, 5),
     },
+    "most_in_time": {
+        "chunk_size": st.integers(1, 40),
+        "ttft_s": st.floats(0.5, 20),
+        "tbt_s": st.floats(0.3, 3),
+        "use": st.sampled_from([0.5, 1.0]),
+        "lost": st.sampled_from([0.0, 0.3, 1.0]),
+        "window": st.integers(1, 6),
+    },
     "slo_aware": {
         "chunk_size": st.integers(1, 60),
         "ttft_s": st.floats(0.5, 9),
