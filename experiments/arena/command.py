@@ -31,7 +31,7 @@ def arena(
     ] = "goodput",
     budget: Annotated[str, typer.Option(help="Most time of tuning, as 30m, 90s or 2h; 0 judges the defaults.")] = "10m",
     policies: Annotated[
-        str, typer.Option(help="Policies, as chunked,vllm_v1:token_budget=2048,FILE.py:Class; or all.")
+        str, typer.Option(help="Policies, between commas, as vllm_v1:token_budget=2048 or FILE.py:Class; or all.")
     ] = "all",
     loads: Annotated[
         str, typer.Option(help="Shares of the rate at which slo_aware keeps nine of ten in time.")

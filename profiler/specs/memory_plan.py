@@ -83,6 +83,8 @@ def plan_memory(
     share = utilisation if headroom is None else 1.0 - headroom
     if not 0 < share <= 1:
         raise ProfileError(f"memory: a usable share of {share:g} was asked for, expected above 0 and at most 1")
+    if dp < 1:
+        raise ProfileError(f"dp: found {dp}, expected at least 1")
     if block_size < 1 or activation_tokens < 0 or max_num_seqs < 0:
         raise ProfileError("memory: block size must be at least 1, tokens and sequences at least 0")
     model, dtype = model.served_as(dtype, weight_dtype)

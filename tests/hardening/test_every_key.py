@@ -47,6 +47,53 @@ SMALL = {
     "max_window_layers": 0,
     "num_experts": 0,
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+}
+"""What the families with experts have beside or instead of the other keys."""
+for _name in ("deepseek_v2", "deepseek_v3"):
+    EXPERTS[_name] = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "norm_topk_prob": True,
+    }
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.0},
     "llama3": {
@@ -113,9 +160,10 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
         if family in OTHERS:
             yield family, {"model_type": family, **OTHERS[family]}
             continue
+        small = {key: value for key, value in SMALL.items() if key != "num_experts"} if family in EXPERTS else SMALL
         for name, scaling in SCALINGS.items():
             key = "rope_parameters" if name == "new keys" else "rope_scaling"
-            yield f"{family} {name}", {"model_type": family, **SIZES, **SMALL, key: scaling}
+            yield f"{family} {name}", {"model_type": family, **SIZES, **small, **EXPERTS.get(family, {}), key: scaling}
 
 
 def look(spec: ModelSpec) -> None:
