@@ -49,7 +49,7 @@ def arena(
     draws: Annotated[
         int, typer.Option(help="Draws of the costs' own error per slice, the costs themselves first.")
     ] = 2,
-    seed: Annotated[int, typer.Option(help="Of proposals, presets and draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of proposals, presets and draws.", min=0)] = 0,
     on_bad_row: Annotated[str, typer.Option(help="fail at a bad row of a trace, or skip it and say so.")] = "fail",
     out: Annotated[Path, typer.Option(help="Folder; started again, the contest goes on there.")] = Path("runs/arena"),
     engine: EngineOption = "local",
@@ -76,7 +76,11 @@ def arena(
         chosen = _loads(loads)
         config = {"model": model, "gpu": gpu, **_settings(settings or [])}
         entrants = _entrants(policies)
-    for name, value, least in (("--slices", slices, 2), ("--draws", draws, 1), ("--trials", trials, 1)):
+    for name, value, least in (
+        ("--slices", slices, 2),
+        ("--draws", draws, 1),
+        ("--trials", trials, 1),
+    ):
         if value < least:
             raise ExperimentError(f"{name}: found {value}, expected at least {least}")
     budget_s = _seconds(budget)

@@ -84,7 +84,10 @@ def test_generate_makes_presets_and_cases(tmp_path: Path) -> None:
         (["generate", "t.csv", "--preset", "chat", "--prompt", "fixed:3"], "found --prompt with --preset"),
         (["generate", "t.csv", "--preset", "poetry"], "expected one of summarization"),
         (["generate", "t.csv", "--case", "orca_mean"], "expected orca_best or orca_worst"),
-        (["generate", "t.csv", "--requests", "3", "--clients", "3"], "found --clients without the --preset or --case"),
+        (
+            ["generate", "t.csv", "--requests", "3", "--clients", "3"],
+            "found --clients without the --preset, --programs or --case",
+        ),
         (["generate", "/dev/null/t.csv", "--requests", "3"], "cannot be written"),
     ],
 )

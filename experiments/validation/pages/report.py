@@ -16,6 +16,7 @@ from experiments.validation.comparing.pipeline_bubbles import bubble_blocks, bub
 from experiments.validation.comparing.settings import load_name
 from experiments.validation.comparing.statistics import (
     OUTSIDE,
+    TOO_NOISY,
     WITHIN_AIM,
     WITHIN_SPREAD,
     Comparison,
@@ -126,25 +127,23 @@ def blocks(result: Result) -> list[Block]:
     return story
 
 
-WIDE_SPREAD = 0.3
-"""Range of the live repeats over their mean from which to lie within it proves nothing."""
-
 FAMILIES = (("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("ttft_s", "TTFT"))
 
 
 def aims_in_short(aimed: Sequence[Comparison]) -> str:
     """How many statistics are as near as was aimed at; and what that says where the repeats differ so much."""
-    by_verdict = {name: sum(row.verdict == name for row in aimed) for name in (WITHIN_AIM, WITHIN_SPREAD, OUTSIDE)}
+    names = (WITHIN_AIM, WITHIN_SPREAD, TOO_NOISY, OUTSIDE)
+    by_verdict = {name: sum(row.verdict == name for row in aimed) for name in names}
     text = (
         f"Aims: {by_verdict[WITHIN_AIM]} of {len(aimed)} statistics within the aim, {by_verdict[WITHIN_SPREAD]} more "
         f"within the live repeats' own spread, {by_verdict[OUTSIDE]} outside."
     )
-    spreads = sorted(row.spread for row in aimed if row.spread == row.spread)
-    middle = spreads[len(spreads) // 2] if spreads else 0.0
-    if middle > WIDE_SPREAD and by_verdict[WITHIN_SPREAD]:
+    if by_verdict[TOO_NOISY]:
+        spreads = sorted(row.spread for row in aimed if row.spread == row.spread)
         text += (
-            f" But the repeats differ by {middle:.0%} in the middle of these statistics, and almost any prediction "
-            "lies within that: this says little; run it again on a machine that does nothing else."
+            f" {by_verdict[TOO_NOISY]} cannot be told: the repeats differ by {spreads[len(spreads) // 2]:.0%} in the "
+            "middle of these statistics, and almost any prediction lies within that; run it again on a machine that "
+            "does nothing else."
         )
     return text
 
@@ -161,7 +160,8 @@ def in_short(result: Result) -> list[str]:
         found.append(
             f"The same at the speed that {_told_by(result)}: "
             f"{probed.count(WITHIN_AIM)} within the aim, {probed.count(WITHIN_SPREAD)} more within the spread, "
-            f"{probed.count(OUTSIDE)} outside."
+            f"{probed.count(OUTSIDE)} outside"
+            + (f", {probed.count(TOO_NOISY)} too noisy to tell." if TOO_NOISY in probed else ".")
         )
     left = [abs(row.at_live_speed) for row in aimed if row.at_live_speed == row.at_live_speed]
     if left:
