@@ -81,7 +81,7 @@ def _one_round(
     order_of_stage_0 = logs[0][:, 2].tolist()
     for stage, rows in enumerate(entries):
         log = logs[ranks.layout.ranks_of(stage)[0]]
-        for batch, _, start, end, cpu in log.tolist():
+        for batch, _, start, end, cpu, *_ in log.tolist():
             at = measured.get(batch)
             if at is None:
                 continue
